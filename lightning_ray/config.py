@@ -1,0 +1,257 @@
+"""Every setting of a run, its default and its check. `load_config` is the only reader.
+
+A run's YAML holds only what differs from the defaults; `key.sub=value` on the command line wins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lightning_ray.errors import ConfigError
+from lightning_ray.schema import OutcomeKind
+
+Treatment = Literal["score", "mask", "retry"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    path: str
+    """A Hugging Face model folder: weights, config, tokenizer, chat template."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the engine and of the policy's weights."""
+    served_name: str = "policy"
+    """The name harnesses see; any name they send is mapped to it."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the folder's own chat template."""
+    tool_parser: str | None = "hermes"
+    """vLLM's tool-call parser; None: tool calls stay text."""
+    reasoning_parser: str | None = None
+    """vLLM's reasoning parser."""
+
+
+class EngineConfig(_Section):
+    count: int = Field(1, ge=1)
+    """Engines; one for each bundle of the placement group."""
+    device: Literal["cpu", "gpu"] = "gpu"
+    """Where engines and policy run."""
+    max_model_len: int = Field(8192, ge=16)
+    """Tokens of prompt and answer together."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Sequences decoded at once."""
+    kv_cache_bytes: int | None = Field(None, ge=1 << 20)
+    """Size of the KV cache; None: what vLLM finds free."""
+    args: list[str] = []
+    """More arguments of `vllm serve`, as on its command line."""
+    start_timeout_s: float = Field(600.0, gt=0)
+
+
+class GatewayConfig(_Section):
+    host: str = "127.0.0.1"
+    """Address the gateway listens on."""
+    port: int = Field(0, ge=0, le=65535)
+    """0: a free one."""
+    replicas: int = Field(1, ge=1)
+    haproxy: bool = True
+    """Ray Serve's HAProxy ingress; off: its Python proxy."""
+    hold_s: float = Field(900.0, gt=0)
+    """Longest a call waits while weights move, before it is told 503."""
+
+
+class HarnessConfig(_Section):
+    recipe: str
+    """A YAML file that says how to run the program (configs/harness/)."""
+    grader: str
+    """`module:function`; called as function(task, workdir, stdout) after the harness has exited."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Of one attempt, waiting for weights not counted."""
+    grader_timeout_s: float = Field(60.0, gt=0)
+    runners: int = Field(1, ge=1)
+    """Ray actors that run harnesses."""
+    slots: int = Field(16, ge=1)
+    """Harness processes at once in one runner."""
+
+
+class TasksConfig(_Section):
+    train: str
+    """`module:function` that returns the training tasks, a list of JSON objects."""
+    validate_: str = Field(alias="validate")
+    """The same, for the tasks that are only measured."""
+
+
+class SamplingConfig(_Section):
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0: all."""
+    max_tokens: int = Field(1024, ge=1)
+    """Upper limit of one answer, whatever the harness asks for."""
+
+
+class CollectConfig(_Section):
+    groups: int = Field(8, ge=1)
+    """Groups in one training step."""
+    group_size: int = Field(8, ge=2)
+    """Rollouts of one task in a group."""
+    window: int | None = None
+    """Groups kept running; above `groups`, unfinished ones carry over. None: `groups`."""
+    max_attempts: int = Field(3, ge=1)
+    max_age: int = Field(4, ge=0)
+    """Steps a rollout may be behind before no new group starts."""
+    sampling: SamplingConfig = SamplingConfig()
+    validation_sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    validation_size: int | None = None
+    """Tasks of one validation; None: all."""
+    treat: dict[OutcomeKind, Treatment] = {
+        "ok": "score",
+        "agent_failed": "score",
+        "timeout": "mask",
+        "context_overflow": "score",
+        "harness_crash": "retry",
+        "infra": "retry",
+    }
+    """What becomes of each kind of ending; a kind retried too often is masked."""
+
+    @model_validator(mode="after")
+    def _machinery_earns_no_reward(self) -> CollectConfig:
+        for kind in ("harness_crash", "infra"):
+            if self.treat.get(kind) == "score":
+                raise ValueError(
+                    f"collect.treat.{kind} must be mask or retry: a failure of the machinery never "
+                    "becomes a reward; got score"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _window_holds_a_step(self) -> CollectConfig:
+        if self.window is not None and self.window < self.groups:
+            raise ValueError(
+                f"collect.window must be at least collect.groups ({self.groups}), or a step could "
+                f"never fill; got {self.window}. Leave it out to run in step."
+            )
+        return self
+
+
+class TrainConfig(_Section):
+    num_steps: int = Field(100, ge=0)
+    num_workers: int | None = Field(None, ge=1)
+    """Ranks; None: one for each engine."""
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    gradient_clipping: float = Field(1.0, gt=0)
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    tokens_per_batch: int = Field(16384, ge=1)
+    """Padded tokens of one micro-batch."""
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.28, ge=0)
+    scale_advantages: bool = True
+    """Divide by the group's standard deviation (GRPO); off: Dr.GRPO."""
+    validate_every: int = Field(10, ge=0)
+    """Steps; 0: only first and last."""
+    save_every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0: only the last."""
+    max_logprob_gap: float | None = None
+    """Stop when the mean |log-prob(engine) - log-prob(policy)| of fresh tokens exceeds it."""
+    drain_s: float = Field(30.0, ge=0)
+    """How long running calls may finish before they are frozen at a token boundary."""
+
+
+class SignalConfig(_Section):
+    enabled: bool = True
+    """Check the start policy on the first step's groups before anything is learnt."""
+    min_reward: float = 0.05
+    max_reward: float = 0.60
+    min_mixed: float = 0.30
+    """Share of groups whose rewards differ."""
+
+
+class Config(_Section):
+    name: str
+    """The run's folder is `runs/<name>`."""
+    runs: str = "runs"
+    seed: int = 0
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    harness: HarnessConfig | None = None
+    tasks: TasksConfig | None = None
+    collect: CollectConfig = CollectConfig()
+    train: TrainConfig = TrainConfig()
+    signal: SignalConfig = SignalConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where everything of the run is written."""
+        return Path(self.runs).absolute() / self.name
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a YAML file with `key.sub=value` overrides; raises ConfigError."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"config `{path}` could not be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config `{path}` is not YAML: {error}") from error
+    for override in overrides:
+        _override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"config `{path}`: {_explain(error)}") from error
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise ConfigError(f"override must be key.sub=value; got {override!r}")
+    *parents, last = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: `{parent}` holds a value, not settings")
+    tree[last] = yaml.safe_load(value)
+
+
+def _explain(error: ValidationError) -> str:
+    """One line per fault: the key, what was expected, what was found."""
+    lines = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            lines.append(f"`{key}` is no setting; remove it or mend its name{_nearest(fault['loc'])}")
+        elif fault["type"] == "missing":
+            lines.append(f"`{key}` is missing")
+        else:
+            lines.append(f"`{key}`: {fault['msg']}; got {json.dumps(fault['input'], default=str)}")
+    return "; ".join(lines)
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    import difflib
+
+    section: Any = Config
+    for part in loc[:-1]:
+        field = section.model_fields.get(str(part)) if isinstance(section, type) else None
+        section = _section_of(field.annotation) if field else None
+        if section is None:
+            return ""
+    match = difflib.get_close_matches(str(loc[-1]), list(section.model_fields), 1)
+    return f" (did you mean `{match[0]}`?)" if match else ""
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None

@@ -1,0 +1,117 @@
+"""The gateway on Ray Serve: one deployment, any number of stateless replicas."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from lightning_ray import wire
+from lightning_ray.config import Config
+from lightning_ray.errors import ConfigError, EngineError, boundary
+from lightning_ray.gateway.app import create_app
+from lightning_ray.gateway.gate import GateState, Lease
+from lightning_ray.store import Exchange
+
+APP = "lightning-ray"
+
+
+def serve_environment(config: Config) -> dict[str, str]:
+    """Variables every Ray process needs before it starts, for the ingress this run wants."""
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1" if config.gateway.haproxy else "0",
+        # a change of replicas must not cut calls that are held through a weight update
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    }
+
+
+def start_gateway(config: Config, *, engine_urls: Sequence[str], secret: str, namespace: str) -> str:
+    """Deploy the gateway and return its base URL; ConfigError when the port is taken."""
+    host, port = config.gateway.host, config.gateway.port or _free_port(config.gateway.host)
+    _check_free(host, port)
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options=HTTPOptions(host=host, port=port, request_timeout_s=None),
+    )
+
+    def build() -> Any:
+        return _build(config, engine_urls, secret, namespace)
+
+    @serve.deployment(
+        name="gateway",
+        num_replicas=config.gateway.replicas,
+        max_ongoing_requests=4096,
+        graceful_shutdown_timeout_s=5,
+        ray_actor_options={"num_cpus": 0.1},
+        logging_config={"enable_access_log": False, "log_level": "WARNING"},
+    )
+    @serve.ingress(build)
+    class Gateway:
+        """The app's replica."""
+
+    serve.run(Gateway.bind(), name=APP, route_prefix="/", blocking=False)
+    return f"http://{host}:{port}"
+
+
+def stop_gateway() -> None:
+    """Take the deployment and Serve itself down."""
+    serve.shutdown()
+
+
+def _build(config: Config, engine_urls: Sequence[str], secret: str, namespace: str) -> Any:
+    """Runs in the replica."""
+    gate = ray.get_actor("gate", namespace=namespace)
+    store = ray.get_actor("store", namespace=namespace)
+    replica = uuid.uuid4().hex
+
+    async def poll(epoch: int, in_flight: int) -> GateState:
+        with boundary(EngineError, "asking the gate", ray.exceptions.RayError):
+            state: GateState = await gate.poll.remote(replica, epoch=epoch, in_flight=in_flight)
+        return state
+
+    async def report(epoch: int, in_flight: int) -> None:
+        with boundary(EngineError, "telling the gate", ray.exceptions.RayError):
+            await gate.report.remote(replica, epoch=epoch, in_flight=in_flight)
+
+    async def record(exchange: Exchange) -> None:
+        with boundary(EngineError, "recording the call", ray.exceptions.RayActorError):
+            await store.append.remote(exchange)
+
+    return create_app(
+        engine_urls=engine_urls,
+        secret=secret,
+        served_name=config.model.served_name,
+        sampling={
+            "train": _sampling(config.collect.sampling),
+            "validate": _sampling(config.collect.validation_sampling),
+            "serve": wire.Sampling(),
+        },
+        lease=Lease(poll=poll, report=report),
+        record=record,
+        hold_s=config.gateway.hold_s,
+    )
+
+
+def _sampling(settings: Any) -> wire.Sampling:
+    return wire.Sampling(**settings.model_dump())
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"gateway.port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}. "
+            "Choose another, or 0 for a free one."
+        ) from error

@@ -1,0 +1,222 @@
+"""Every record of a run, once: frozen dataclasses, and the Arrow schemas rendered from them.
+
+Data goes one way, from Task to Batch. A record is never edited after it is handed on. Fields are
+added, never renamed or retyped; a new field is nullable, and SCHEMA_VERSION goes up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+Mode = Literal["train", "validate", "serve"]
+OutcomeKind = Literal[
+    "ok", "agent_failed", "timeout", "context_overflow", "harness_crash", "infra"
+]
+TokenIds = Annotated[np.ndarray, pa.list_(pa.int32())]
+Logprobs = Annotated[np.ndarray, pa.list_(pa.float32())]
+Versions = Annotated[np.ndarray, pa.list_(pa.int32())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One row to be solved."""
+
+    task_id: str
+    data_json: str
+    """What the harness and the grader are given, as a JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One execution of a harness on one task. Not a training example: that is a Sample."""
+
+    rollout_id: str
+    group_id: str
+    """The rollouts of one task in one step; credit is centred over it."""
+    task: Task
+    mode: Mode
+    step: int
+    """The training step that asked for it."""
+    attempt: int
+    """0, then one more each time the machinery failed it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One exchange between a harness and the policy, durable before the harness sees its end."""
+
+    call_id: str
+    rollout_id: str
+    attempt: int
+    index: int
+    """Order of recording within the attempt, from 0."""
+    dialect: str
+    status: int
+    """HTTP status the harness saw."""
+    error: str | None
+    prompt_ids: TokenIds
+    """[P] as the engine saw them."""
+    sampled_ids: TokenIds
+    """[S] as the engine sampled them; the stop token included."""
+    logprobs: Logprobs
+    """[S] natural log, under the distribution that was sampled from."""
+    versions: Versions
+    """[S] optimiser steps behind the weights that sampled each token."""
+    finish_reason: str | None
+    started_at: float
+    duration_s: float
+    request: bytes
+    """The body as the harness sent it."""
+    response: bytes
+    """The body as the harness saw it; an event stream is kept whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something a rollout met that is not a call."""
+
+    rollout_id: str
+    attempt: int
+    at: float
+    kind: str
+    data_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a rollout ended. One per rollout, never rewritten."""
+
+    rollout_id: str
+    attempt: int
+    group_id: str
+    kind: OutcomeKind
+    reward: float | None
+    """None: not scored, so masked. 0.0: scored zero."""
+    message: str
+    """Empty when ok; else what happened, for a reader."""
+    num_calls: int
+    started_at: float
+    queued_s: float
+    running_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """A rollout with its calls, events and outcome, put together on reading."""
+
+    rollout: Rollout
+    calls: tuple[Call, ...]
+    events: tuple[Event, ...]
+    outcome: Outcome | None
+    """None while it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One root-to-leaf token sequence to learn from."""
+
+    rollout_id: str
+    group_id: str
+    token_ids: np.ndarray
+    """[L] int32"""
+    mask: np.ndarray
+    """[L] bool, True where this sample trains a token the policy sampled."""
+    logprobs: np.ndarray
+    """[L] float32, 0.0 where mask is False."""
+    versions: np.ndarray
+    """[L] int32, -1 where mask is False."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One right-padded micro-batch for one rank."""
+
+    token_ids: np.ndarray
+    """[B, T] int64"""
+    lengths: np.ndarray
+    """[B] int64, tokens before the padding."""
+    mask: np.ndarray
+    """[B, T] bool"""
+    logprobs: np.ndarray
+    """[B, T] float32, as sampled."""
+    advantages: np.ndarray
+    """[B] float32"""
+    weights: np.ndarray
+    """[B] float32: 1 / (rollouts of the optimiser step x trained tokens of this row's rollout)."""
+
+
+Record = TypeVar("Record")
+
+
+def arrow_schema(record: type) -> pa.Schema:
+    """The Arrow schema of a record class, its fields in order, nullable where None is allowed."""
+    return pa.schema(_fields(record), metadata={"schema_version": str(SCHEMA_VERSION)})
+
+
+def to_table(records: Iterable[Any], record: type) -> pa.Table:
+    """One row per record; `from_table` gives the records back."""
+    schema = arrow_schema(record)
+    rows = list(records)
+    columns = [
+        pa.array([_plain(getattr(row, field.name)) for row in rows], field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def from_table(table: pa.Table, record: type[Record]) -> list[Record]:
+    """The records of a table; a column that is missing must have a default."""
+    hints = get_type_hints(record, include_extras=True)
+    columns = {name: _column(table[name], hints[name]) for name in table.column_names}
+    return [
+        record(**dict(zip(columns, row, strict=True)))
+        for row in zip(*columns.values(), strict=True)
+    ]
+
+
+def _fields(record: type) -> list[pa.Field]:
+    hints = get_type_hints(record, include_extras=True)
+    return [_field(field.name, hints[field.name]) for field in dataclasses.fields(record)]
+
+
+def _field(name: str, hint: Any) -> pa.Field:
+    nullable = get_origin(hint) in (Union, types.UnionType)
+    if nullable:
+        (hint,) = [arg for arg in get_args(hint) if arg is not type(None)]
+    return pa.field(name, _arrow_type(hint), nullable=nullable)
+
+
+def _arrow_type(hint: Any) -> pa.DataType:
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[1]
+    if get_origin(hint) is Literal:
+        return pa.string()
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return pa.struct(_fields(hint))
+    return {
+        str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(),
+        bytes: pa.large_binary(),
+    }[hint]  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+
+
+def _column(column: pa.ChunkedArray, hint: Any) -> list[Any]:
+    if get_origin(hint) is Annotated:
+        return [row.values.to_numpy(zero_copy_only=False) for row in column]
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return [hint(**row) for row in column.to_pylist()]
+    return column.to_pylist()

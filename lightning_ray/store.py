@@ -1,0 +1,368 @@
+"""Keeps every record of a run durably as Arrow, and reads trajectories back.
+
+One writer owns the folder. A record is acknowledged after fsync; records that arrive meanwhile share
+the next one (group commit). Each table is an Arrow IPC stream, `<table>.arrows`, sealed into Parquet
+segments, `<table>-000001.parquet`. A torn tail is dropped when the folder is opened again.
+
+A call is stored as what it adds to its parent: the call of the same attempt that its prompt or body
+shares most with. So a rollout costs its unique tokens, not their square.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lightning_ray import wire
+from lightning_ray.errors import RecordError
+from lightning_ray.schema import (
+    Call,
+    Event,
+    Outcome,
+    Rollout,
+    Trajectory,
+    arrow_schema,
+    from_table,
+    to_table,
+)
+
+SEGMENT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the gateway knows of one call; the captures stay as the engine packed them."""
+
+    rollout_id: str
+    attempt: int
+    dialect: str
+    status: int
+    started_at: float
+    duration_s: float
+    request: bytes
+    response: bytes
+    captures: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCall(Call):
+    """A call on disk: `prompt_ids` and `request` hold only what the parent has not."""
+
+    parent_call_id: str | None
+    prompt_shared: int
+    """Tokens taken from the front of the parent's prompt and sampled ids."""
+    request_head: int
+    """Bytes taken from the front of the parent's body,"""
+    request_tail: int
+    """and from its end."""
+
+
+TABLES: dict[str, type] = {
+    "rollouts": Rollout,
+    "calls": StoredCall,
+    "events": Event,
+    "outcomes": Outcome,
+}
+
+
+class Store:
+    """The one writer of a run's folder; an actor."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._logs = {name: _Log(self.folder, name, record) for name, record in TABLES.items()}
+        self._ended = {outcome.rollout_id for outcome in _read(self.folder, "outcomes", Outcome)}
+        self._open: dict[tuple[str, int], list[Call]] = {}
+        self._num_calls: dict[str, int] = defaultdict(int)
+        self._rollouts: dict[str, Rollout] = {}
+        self._pending: list[tuple[str, Any, asyncio.Future[None]]] = []
+        self._committing: asyncio.Task[None] | None = None
+
+    async def begin(self, rollout: Rollout) -> None:
+        """An attempt starts; the calls of an earlier one are kept and no longer taken."""
+        for attempt in range(rollout.attempt):
+            self._open.pop((rollout.rollout_id, attempt), None)
+        self._open[rollout.rollout_id, rollout.attempt] = []
+        self._num_calls[rollout.rollout_id] = 0
+        self._rollouts[rollout.rollout_id] = rollout
+        await self._write("rollouts", [rollout])
+
+    async def append(self, exchange: Exchange) -> None:
+        """Return when the exchange is durable; RecordError when its attempt is not running."""
+        calls = self._open.get((exchange.rollout_id, exchange.attempt))
+        if calls is None or exchange.rollout_id in self._ended:
+            raise RecordError(
+                f"rollout `{exchange.rollout_id}` attempt {exchange.attempt} has ended; "
+                "its calls are no longer taken",
+                rollout_id=exchange.rollout_id,
+            )
+        fresh = _calls(exchange, first_index=self._num_calls[exchange.rollout_id])
+        self._num_calls[exchange.rollout_id] += len(fresh)
+        # only a durable call may be a parent, or a child could outlive it
+        await self._write("calls", [_shorten(call, calls) for call in fresh])
+        calls += fresh
+
+    async def note(self, event: Event) -> None:
+        """Return when the event is durable."""
+        await self._write("events", [event])
+
+    async def finish(self, outcome: Outcome) -> None:
+        """Return when the outcome is durable; RecordError when the rollout has one already."""
+        if outcome.rollout_id in self._ended:
+            raise RecordError(
+                f"rollout `{outcome.rollout_id}` already has an outcome; it never changes",
+                rollout_id=outcome.rollout_id,
+            )
+        self._ended.add(outcome.rollout_id)
+        try:
+            await self._write("outcomes", [outcome])
+        except RecordError:
+            self._ended.discard(outcome.rollout_id)
+            raise
+
+    async def calls(self, rollout_id: str, attempt: int, *, bodies: bool = False) -> list[Call]:
+        """The calls of a running or just ended attempt; without bodies they travel lighter."""
+        calls = self._open.get((rollout_id, attempt), [])
+        return calls if bodies else [replace(call, request=b"", response=b"") for call in calls]
+
+    async def release(self, rollout_ids: Iterable[str]) -> None:
+        """Forget what memory holds of these rollouts; the disk keeps it."""
+        for rollout_id in rollout_ids:
+            rollout = self._rollouts.pop(rollout_id, None)
+            if rollout is not None:
+                self._open.pop((rollout_id, rollout.attempt), None)
+                self._num_calls.pop(rollout_id, None)
+
+    async def close(self) -> None:
+        """Commit what waits and seal every table."""
+        if self._committing is not None:
+            await self._committing
+        for log in self._logs.values():
+            await asyncio.to_thread(log.seal)
+
+    async def _write(self, table: str, records: list[Any]) -> None:
+        loop = asyncio.get_running_loop()
+        futures = []
+        for record in records:
+            futures.append(loop.create_future())
+            self._pending.append((table, record, futures[-1]))
+        if self._committing is None or self._committing.done():
+            self._committing = asyncio.create_task(self._commit())
+        for outcome in await asyncio.gather(*futures, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _commit(self) -> None:
+        """Write and fsync what waits, until nothing waits."""
+        while self._pending:
+            batch, self._pending = self._pending, []
+            rows = defaultdict(list)
+            for table, record, _ in batch:
+                rows[table].append(record)
+            failure: RecordError | None = None
+            try:
+                await asyncio.to_thread(self._append_all, rows)
+            except OSError as error:
+                failure = RecordError(
+                    f"the store could not write to `{self.folder}`: {error.strerror}. "
+                    "Nothing acknowledged is lost; free space and run again."
+                )
+            for _, _, future in batch:
+                if not future.cancelled():
+                    future.set_exception(failure) if failure else future.set_result(None)
+
+    def _append_all(self, rows: dict[str, list[Any]]) -> None:
+        for table, records in rows.items():
+            self._logs[table].append(records)
+
+
+class _Log:
+    """One table's open stream; every append is on disk when it returns."""
+
+    def __init__(self, folder: Path, name: str, record: type) -> None:
+        self.folder, self.name, self.record = folder, name, record
+        self.schema = arrow_schema(record)
+        self.path = folder / f"{name}.arrows"
+        if self.path.exists():
+            self.seal()
+        else:
+            self._create()
+
+    def append(self, records: list[Any]) -> None:
+        """Append and fsync; a write that fails leaves the stream as it was."""
+        table = to_table(records, self.record).combine_chunks()
+        payload = b"".join(bytes(batch.serialize()) for batch in table.to_batches())
+        try:
+            self._write(payload)
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        if self._size > SEGMENT_BYTES:
+            self.seal()
+
+    def seal(self) -> None:
+        """Turn the stream into the next Parquet segment and begin a new one."""
+        rows = _read_stream(self.path, self.schema)
+        if rows.num_rows:
+            number = len(list(self.folder.glob(f"{self.name}-*.parquet"))) + 1
+            target = self.folder / f"{self.name}-{number:06d}.parquet"
+            partial = target.with_suffix(".tmp")
+            pq.write_table(rows, partial, compression="zstd")
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.rename(target)
+        self._create()
+
+    def _create(self) -> None:
+        partial = self.path.with_suffix(".new")
+        self._file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._size = 0
+        self._write(bytes(self.schema.serialize()))
+        os.rename(partial, self.path)
+        folder = os.open(self.folder, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def _write(self, payload: bytes) -> None:
+        done = 0
+        while done < len(payload):
+            done += os.pwrite(self._file, memoryview(payload)[done:], self._size + done)
+        os.fsync(self._file)
+        self._size += done
+
+
+def read_trajectories(folder: Path) -> list[Trajectory]:
+    """Every rollout in the folder, its last attempt, in the order they began.
+
+    Reads beside a writer that is still running, and up to a torn tail.
+    """
+    calls: dict[tuple[str, int], list[Call]] = defaultdict(list)
+    for stored in _read(folder, "calls", StoredCall):
+        siblings = calls[stored.rollout_id, stored.attempt]
+        siblings.append(_restore(stored, siblings))
+    events = defaultdict(list)
+    for event in _read(folder, "events", Event):
+        events[event.rollout_id].append(event)
+    outcomes = {outcome.rollout_id: outcome for outcome in _read(folder, "outcomes", Outcome)}
+    last = {rollout.rollout_id: rollout for rollout in _read(folder, "rollouts", Rollout)}
+    return [
+        Trajectory(
+            rollout=rollout,
+            calls=tuple(sorted(calls[rollout.rollout_id, rollout.attempt], key=lambda c: c.index)),
+            events=tuple(events[rollout.rollout_id]),
+            outcome=outcomes.get(rollout.rollout_id),
+        )
+        for rollout in last.values()
+    ]
+
+
+def _read(folder: Path, name: str, record: type) -> list[Any]:
+    """All records of a table: sealed segments in order, then the open stream."""
+    rows: list[Any] = []
+    for segment in sorted(folder.glob(f"{name}-*.parquet")):
+        rows += from_table(pq.read_table(segment), record)
+    stream = folder / f"{name}.arrows"
+    if stream.exists():
+        rows += from_table(_read_stream(stream, arrow_schema(record)), record)
+    return rows
+
+
+def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
+    """The whole batches at the front of a stream."""
+    batches = []
+    try:
+        with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
+            for batch in reader:
+                batches.append(batch)
+    except (pa.ArrowInvalid, EOFError, OSError):
+        pass  # a torn tail: the writer died in the middle of a record it had not acknowledged
+    return pa.Table.from_batches(batches, schema)
+
+
+def _calls(exchange: Exchange, *, first_index: int) -> list[Call]:
+    """One call for each pass through `generate`; one without tokens when there was none."""
+    captures = wire.decode_captures(exchange.captures) or [None]
+    return [
+        Call(
+            call_id=f"{exchange.rollout_id}/{exchange.attempt}/{index}",
+            rollout_id=exchange.rollout_id,
+            attempt=exchange.attempt,
+            index=index,
+            dialect=exchange.dialect,
+            status=exchange.status,
+            error=None if exchange.status < 400 else exchange.response.decode(errors="replace"),
+            prompt_ids=wire.ids(capture.prompt_ids if capture else b""),
+            sampled_ids=wire.ids(capture.sampled_ids if capture else b""),
+            logprobs=wire.floats(capture.logprobs if capture else b""),
+            versions=wire.ids(capture.versions if capture else b""),
+            finish_reason=capture.finish_reason if capture else None,
+            started_at=exchange.started_at,
+            duration_s=exchange.duration_s,
+            request=exchange.request,
+            response=exchange.response,
+        )
+        for index, capture in enumerate(captures, first_index)
+    ]
+
+
+def _shorten(call: Call, earlier: list[Call]) -> StoredCall:
+    """The call without what the best of the last few calls has already."""
+    candidates = earlier[-8:]
+    shared = [_common(_sequence(parent), call.prompt_ids) for parent in candidates]
+    fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
+    if not candidates:
+        return StoredCall(
+            **fields, parent_call_id=None, prompt_shared=0, request_head=0, request_tail=0
+        )
+    best = int(np.argmax(shared))
+    body, other = _bytes(call.request), _bytes(candidates[best].request)
+    head = _common(other, body)
+    tail = _common(other[head:][::-1], body[head:][::-1])
+    fields["prompt_ids"] = call.prompt_ids[shared[best] :]
+    fields["request"] = call.request[head : len(call.request) - tail]
+    return StoredCall(
+        **fields,
+        parent_call_id=candidates[best].call_id,
+        prompt_shared=shared[best],
+        request_head=head,
+        request_tail=tail,
+    )
+
+
+def _restore(stored: StoredCall, earlier: list[Call]) -> Call:
+    """The whole call again."""
+    fields = {name: getattr(stored, name) for name in Call.__dataclass_fields__}
+    if stored.parent_call_id is not None:
+        (parent,) = [call for call in earlier if call.call_id == stored.parent_call_id]
+        shared = _sequence(parent)[: stored.prompt_shared]
+        fields["prompt_ids"] = np.concatenate([shared, stored.prompt_ids])
+        tail = parent.request[len(parent.request) - stored.request_tail :]
+        fields["request"] = parent.request[: stored.request_head] + stored.request + tail
+    return Call(**fields)
+
+
+def _sequence(call: Call) -> np.ndarray:
+    return np.concatenate([call.prompt_ids, call.sampled_ids])
+
+
+def _bytes(raw: bytes) -> np.ndarray:
+    return np.frombuffer(raw, np.uint8)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common front of two arrays."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
