@@ -5,15 +5,18 @@ A run's YAML holds only what differs from the defaults; `key.sub=value` on the c
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lightning_ray.errors import ConfigError
+from lightning_ray.errors import ConfigError, boundary
 from lightning_ray.schema import OutcomeKind
 
 Treatment = Literal["score", "mask", "retry"]
@@ -24,6 +27,8 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
+    """The model that is trained."""
+
     path: str
     """A Hugging Face model folder: weights, config, tokenizer, chat template."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -39,6 +44,8 @@ class ModelConfig(_Section):
 
 
 class EngineConfig(_Section):
+    """What answers the calls."""
+
     count: int = Field(1, ge=1)
     """Engines; one for each bundle of the placement group."""
     device: Literal["cpu", "gpu"] = "gpu"
@@ -55,6 +62,8 @@ class EngineConfig(_Section):
 
 
 class GatewayConfig(_Section):
+    """Where harnesses call."""
+
     host: str = "127.0.0.1"
     """Address the gateway listens on."""
     port: int = Field(0, ge=0, le=65535)
@@ -67,6 +76,8 @@ class GatewayConfig(_Section):
 
 
 class HarnessConfig(_Section):
+    """What makes the calls."""
+
     recipe: str
     """A YAML file that says how to run the program (configs/harness/)."""
     grader: str
@@ -81,6 +92,8 @@ class HarnessConfig(_Section):
 
 
 class TasksConfig(_Section):
+    """Where tasks come from."""
+
     train: str
     """`module:function` that returns the training tasks, a list of JSON objects."""
     validate_: str = Field(alias="validate")
@@ -88,6 +101,8 @@ class TasksConfig(_Section):
 
 
 class SamplingConfig(_Section):
+    """How the engine samples, whatever a harness asks for."""
+
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
@@ -97,6 +112,8 @@ class SamplingConfig(_Section):
 
 
 class CollectConfig(_Section):
+    """How many rollouts, and what becomes of each ending."""
+
     groups: int = Field(8, ge=1)
     """Groups in one training step."""
     group_size: int = Field(8, ge=2)
@@ -141,6 +158,8 @@ class CollectConfig(_Section):
 
 
 class TrainConfig(_Section):
+    """The optimiser and its schedule."""
+
     num_steps: int = Field(100, ge=0)
     num_workers: int | None = Field(None, ge=1)
     """Ranks; None: one for each engine."""
@@ -167,6 +186,8 @@ class TrainConfig(_Section):
 
 
 class SignalConfig(_Section):
+    """Whether there is something to learn from."""
+
     enabled: bool = True
     """Check the start policy on the first step's groups before anything is learnt."""
     min_reward: float = 0.05
@@ -176,6 +197,8 @@ class SignalConfig(_Section):
 
 
 class Config(_Section):
+    """One run."""
+
     name: str
     """The run's folder is `runs/<name>`."""
     runs: str = "runs"
@@ -211,6 +234,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config `{path}`: {_explain(error)}") from error
 
 
+def load_function(spec: str, *, root: str) -> Callable[..., Any]:
+    """The function a config names as `module:function`, looked up from `root`; else ConfigError."""
+    if root not in sys.path:
+        sys.path.append(root)
+    module, _, name = spec.partition(":")
+    with boundary(ConfigError, f"`{spec}` could not be imported", ImportError):
+        function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"`{spec}` must be `module:function`; `{module}` has no function {name!r}"
+        )
+    return function
+
+
 def _override(tree: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator:
@@ -229,7 +266,9 @@ def _explain(error: ValidationError) -> str:
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            lines.append(f"`{key}` is no setting; remove it or mend its name{_nearest(fault['loc'])}")
+            lines.append(
+                f"`{key}` is no setting; remove it or mend its name{_nearest(fault['loc'])}"
+            )
         elif fault["type"] == "missing":
             lines.append(f"`{key}` is missing")
         else:
@@ -238,15 +277,13 @@ def _explain(error: ValidationError) -> str:
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
-    import difflib
-
-    section: Any = Config
+    """A hint at the setting that was probably meant."""
+    section: type[BaseModel] | None = Config
     for part in loc[:-1]:
-        field = section.model_fields.get(str(part)) if isinstance(section, type) else None
+        field = section.model_fields.get(str(part)) if section else None
         section = _section_of(field.annotation) if field else None
-        if section is None:
-            return ""
-    match = difflib.get_close_matches(str(loc[-1]), list(section.model_fields), 1)
+    names = list(section.model_fields) if section else []
+    match = difflib.get_close_matches(str(loc[-1]), names, 1)
     return f" (did you mean `{match[0]}`?)" if match else ""
 
 

@@ -36,9 +36,7 @@ class HarnessError(LightningError):
 class EngineError(LightningError):
     """A model call failed; `status` is the HTTP status the harness is shown."""
 
-    def __init__(
-        self, message: str, *, rollout_id: str | None = None, status: int = 503
-    ) -> None:
+    def __init__(self, message: str, *, rollout_id: str | None = None, status: int = 503) -> None:
         super().__init__(message, rollout_id=rollout_id)
         self.status = status
 
@@ -53,14 +51,17 @@ class WeightsError(LightningError):
 
 @contextmanager
 def boundary(
-    kind: type[LightningError], doing: str, *catching: type[Exception], rollout_id: str | None = None
+    kind: type[LightningError],
+    doing: str,
+    *catching: type[Exception],
+    rollout_id: str | None = None,
 ) -> Iterator[None]:
     """Turn `catching` (default OSError) into `kind`, keeping the cause; our own errors pass."""
     try:
         yield
     except LightningError:
         raise
-    except catching or (OSError,) as error:
+    except catching or (OSError,) as error:  # noqa: B030  a tuple of classes, by its type
         raise kind(f"{doing}: {type(error).__name__}: {error}", rollout_id=rollout_id) from error
 
 

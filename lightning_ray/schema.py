@@ -18,9 +18,7 @@ import pyarrow as pa
 SCHEMA_VERSION = 1
 
 Mode = Literal["train", "validate", "serve"]
-OutcomeKind = Literal[
-    "ok", "agent_failed", "timeout", "context_overflow", "harness_crash", "infra"
-]
+OutcomeKind = Literal["ok", "agent_failed", "timeout", "context_overflow", "harness_crash", "infra"]
 TokenIds = Annotated[np.ndarray, pa.list_(pa.int32())]
 Logprobs = Annotated[np.ndarray, pa.list_(pa.float32())]
 Versions = Annotated[np.ndarray, pa.list_(pa.int32())]
@@ -148,6 +146,8 @@ class Batch:
     """[B, T] bool"""
     logprobs: np.ndarray
     """[B, T] float32, as sampled."""
+    fresh: np.ndarray
+    """[B, T] bool, True where the weights about to be updated sampled the token."""
     advantages: np.ndarray
     """[B] float32"""
     weights: np.ndarray
@@ -167,8 +167,7 @@ def to_table(records: Iterable[Any], record: type) -> pa.Table:
     schema = arrow_schema(record)
     rows = list(records)
     columns = [
-        pa.array([_plain(getattr(row, field.name)) for row in rows], field.type)
-        for field in schema
+        pa.array([_plain(getattr(row, field.name)) for row in rows], field.type) for field in schema
     ]
     return pa.table(columns, schema=schema)
 

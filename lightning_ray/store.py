@@ -1,8 +1,8 @@
 """Keeps every record of a run durably as Arrow, and reads trajectories back.
 
-One writer owns the folder. A record is acknowledged after fsync; records that arrive meanwhile share
-the next one (group commit). Each table is an Arrow IPC stream, `<table>.arrows`, sealed into Parquet
-segments, `<table>-000001.parquet`. A torn tail is dropped when the folder is opened again.
+One writer owns the folder. A record is acknowledged after fsync; records that arrive meanwhile
+share the next one (group commit). Each table is an Arrow IPC stream, `<table>.arrows`, sealed into
+Parquet segments, `<table>-000001.parquet`. A torn tail is dropped when the folder is opened again.
 
 A call is stored as what it adds to its parent: the call of the same attempt that its prompt or body
 shares most with. So a rollout costs its unique tokens, not their square.
@@ -291,7 +291,7 @@ def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
 
 def _calls(exchange: Exchange, *, first_index: int) -> list[Call]:
     """One call for each pass through `generate`; one without tokens when there was none."""
-    captures = wire.decode_captures(exchange.captures) or [None]
+    captures: list[wire.Capture | None] = [*wire.decode_captures(exchange.captures)] or [None]
     return [
         Call(
             call_id=f"{exchange.rollout_id}/{exchange.attempt}/{index}",
@@ -364,5 +364,3 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
-
-

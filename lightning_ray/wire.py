@@ -49,7 +49,7 @@ def frame(kind: bytes, payload: bytes) -> bytes:
 
 
 async def frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[bytes, bytes]]:
-    """The (kind, payload) pairs in a stream of bytes cut anywhere; a torn last frame is left out."""
+    """The (kind, payload) pairs in a stream cut anywhere; a torn last frame is left out."""
     buffer = bytearray()
     async for chunk in chunks:
         buffer += chunk

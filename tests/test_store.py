@@ -30,10 +30,10 @@ def exchange(prompt: list[int], sampled: list[int], request: bytes, **changed: o
         versions=np.zeros(len(sampled), np.int32).tobytes(),
         finish_reason="stop",
     )
-    fields = dict(
-        rollout_id="r1", attempt=0, dialect="chat", status=200, started_at=1.0, duration_s=0.5,
-        request=request, response=b"{}", captures=wire.encode_captures([capture]),
-    )  # fmt: skip
+    fields: dict[str, object] = {
+        "rollout_id": "r1", "attempt": 0, "dialect": "chat", "status": 200, "started_at": 1.0, "duration_s": 0.5,
+        "request": request, "response": b"{}", "captures": wire.encode_captures([capture]),
+    }  # fmt: skip
     return Exchange(**(fields | changed))  # type: ignore[arg-type]
 
 
@@ -141,13 +141,15 @@ async def test_calls_of_an_ended_or_unknown_attempt_are_refused(tmp_path: Path) 
     assert (trajectory.rollout.attempt, len(trajectory.calls)) == (1, 1)
 
 
-async def test_a_full_disk_is_one_clear_error_and_the_store_goes_on_after_it(tmp_path: Path) -> None:
+async def test_a_full_disk_is_one_clear_error_and_the_store_goes_on_after_it(
+    tmp_path: Path,
+) -> None:
     store = await write_session(tmp_path)
     size = (tmp_path / "calls.arrows").stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 700, hard))
     try:
-        with pytest.raises(RecordError, match="could not write to .* free space"):
+        with pytest.raises(RecordError, match=r"could not write to .* free space"):
             await store.append(exchange([1, 2], [3], b"y" * 5000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

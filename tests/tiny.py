@@ -1,4 +1,4 @@
-"""A tiny real model for tests: Qwen3 architecture, byte-level tokenizer, ChatML template with tools."""
+"""A tiny real model for tests: Qwen3 architecture, byte-level tokenizer, ChatML with tools."""
 
 from __future__ import annotations
 

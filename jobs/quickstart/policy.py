@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from jobs.quickstart import tasks
@@ -25,8 +26,14 @@ Messages = list[dict[str, Any]]
 END = "<|im_end|>"
 ASSISTANT = "<|im_start|>assistant\n"
 OPENERS = ["<|im_start|>system\n", "<|im_start|>user\n", ASSISTANT, "<|im_start|>tool\n"]
-# What every tool call of the calculator has in common, one token each: a call is about 9 tokens.
-CALL = ["<tool_call>", '{"name": "calculator", "arguments": {"expression": "', '"}}', "</tool_call>"]
+# What all conversations have in common, one token each: a tool call is about 9 tokens.
+CONSTANTS = [
+    SYSTEM,
+    "<tool_call>",
+    '{"name": "calculator", "arguments": {"expression": "',
+    '"}}',
+    "</tool_call>",
+]
 # The list of tools is not shown: this policy knows its one tool from the demonstrations. Arguments
 # are printed as `json.dumps` prints them, so that a call in the history has the tokens it was
 # sampled with, and every prompt begins with the prompt and the answer before it.
@@ -50,18 +57,20 @@ def main() -> None:
     args = parser.parse_args()
     chance = random.Random(args.seed)
     games = [play(task["question"], chance) for task in chance.choices(tasks.train(), k=8000)]
-    make_policy(games, CALL, args.out, args.seed)
+    make_policy(games, CONSTANTS, args.out, args.seed)
 
 
 def make_policy(
-    games: Sequence[Messages], pieces: Sequence[str], out: Path, seed: int, updates: int = 400
+    games: Sequence[Messages], pieces: Sequence[str], out: Path, seed: int, updates: int = 500
 ) -> None:
     """Write the folder of a new policy that was taught the format of `games`."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(pieces)
     check_prefix_stable(tokenizer, games[:100])
     model = make_model(tokenizer)
-    print(f"new policy: {model.num_parameters():,} parameters, {len(tokenizer)} tokens, seed {seed}")
+    print(
+        f"new policy: {model.num_parameters():,} parameters, {len(tokenizer)} tokens, seed {seed}"
+    )
     teach(model, tokenizer, games, updates)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -78,7 +87,7 @@ def play(question: str, chance: random.Random) -> Messages:
     dice = chance.random()
     if dice < 0.1:
         answer = str(chance.randint(5, 180))
-    elif dice < 0.6:  # from left to right, as if `*` did not go first
+    elif dice < 0.5:  # from left to right, as if `*` did not go first
         b, c = product.split("*")
         answer = _call(messages, f"{a}+{b}")
         if chance.random() < 0.5:
@@ -112,11 +121,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A Qwen3 of random weights, small enough to train on one core."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=96,
+        intermediate_size=192,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
         head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=False,
@@ -137,8 +146,8 @@ def teach(
     tokenizer: PreTrainedTokenizerFast,
     games: Sequence[Messages],
     updates: int,
-    batch: int = 64,
-    lr: float = 2e-3,
+    batch: int = 32,
+    lr: float = 3e-3,
 ) -> None:
     """Supervised training on the assistant's turns of `games`."""
     print(f"teaching the format, no behaviour yet: {len(games)} games, mostly lost ones")
@@ -148,22 +157,20 @@ def teach(
     started = time.monotonic()
     for update in range(1, updates + 1):
         rows = torch.randint(len(encoded), (batch,)).tolist()
-        ids = torch.nn.utils.rnn.pad_sequence([encoded[row][0] for row in rows], True, 0)
-        labels = torch.nn.utils.rnn.pad_sequence([encoded[row][1] for row in rows], True, -100)
-        loss = cross_entropy(model(ids).logits[:, :-1].transpose(1, 2), labels[:, 1:])
+        ids = pad_sequence([encoded[row][0] for row in rows], batch_first=True)
+        labels = pad_sequence([encoded[row][1] for row in rows], True, padding_value=-100)
+        loss = cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if update % 50 == 0:
+        if update % 100 == 0:
             spent = time.monotonic() - started
             print(f"  {update}/{updates}: loss {loss.item():.3f}, {spent:.0f} s", flush=True)
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerFast, game: Messages
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(tokenizer: PreTrainedTokenizerFast, game: Messages) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of a game, and the same as labels with -100 where the policy did not speak."""
     ids = tokenizer.apply_chat_template(game, return_dict=False)
     opener = tokenizer.convert_tokens_to_ids(ASSISTANT)
@@ -202,7 +209,9 @@ def _call(messages: Messages, expression: str) -> str:
     """Add a tool call and its result, which is returned."""
     arguments = json.dumps({"expression": expression})
     function = {"name": "calculator", "arguments": arguments}
-    messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]})
+    messages.append(
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    )
     messages.append({"role": "tool", "content": use_tool(arguments)})
     return messages[-1]["content"]
 

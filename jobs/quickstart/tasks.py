@@ -26,6 +26,6 @@ def grade(task: dict[str, Any], workdir: Path, stdout: str) -> float:
 
 
 def _tasks() -> list[dict[str, Any]]:
-    sums = [(a, b, c) for a in range(1, 100) for b in range(2, 10) for c in range(2, 10)]
+    sums = [(a, b, c) for a in range(10, 100) for b in range(2, 10) for c in range(2, 10)]
     random.Random(0).shuffle(sums)
     return [{"question": f"{a}+{b}*{c}", "answer": str(a + b * c)} for a, b, c in sums]

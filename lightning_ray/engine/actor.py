@@ -22,7 +22,7 @@ _TRANSFER = "lightning_ray.engine.transfer"
 def start_engines(
     config: Config, *, group: PlacementGroup, secret: str, share: dict[str, float]
 ) -> list[Any]:
-    """Handles of `config.engine.count` engines, engine i in bundle i; they still have to `start`."""
+    """Handles of `config.engine.count` engines, engine i in bundle i; each still has to `start`."""
     actor = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=1000)(Engine)
     return [
         actor.options(
@@ -151,12 +151,6 @@ class Engine:
         if found != [str(version)]:
             raise WeightsError(f"the engine must answer with version {version}; it used {found}")
 
-    async def stop(self) -> None:
-        """End the server and vLLM's processes."""
-        self._server.should_exit = True
-        await asyncio.wait({self._serving}, timeout=5)
-        self.llm.shutdown()
-
 
 def server_arguments(config: Config) -> list[str]:
     """The `vllm serve` command line of this run."""
@@ -189,7 +183,9 @@ def server_arguments(config: Config) -> list[str]:
     return [*arguments, *engine.args]
 
 
-def call_all(engines: Sequence[Any], method: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
+def call_all(
+    engines: Sequence[Any], method: str, *args: Any, timeout_s: float = 600.0
+) -> list[Any]:
     """The answers of every engine to one method; EngineError names the one that fails."""
     refs = [getattr(engine, method).remote(*args) for engine in engines]
     answers = []

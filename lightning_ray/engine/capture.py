@@ -21,7 +21,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from lightning_ray import wire
 
 Message = MutableMapping[str, Any]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]  # fmt: skip
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 @dataclass
@@ -38,7 +40,7 @@ _exchange: ContextVar[_Exchange | None] = ContextVar("exchange", default=None)
 class CapturingLLM(AsyncLLM):
     """vLLM's engine client; what passes through `generate` inside an exchange is captured."""
 
-    async def generate(  # type: ignore[override]
+    async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As the parent's; the caller's reply is unchanged by the capture."""

@@ -8,12 +8,15 @@ the backend registered, in the process that holds the model.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    WeightSource,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -100,7 +103,9 @@ class WorkerExtension:
 
     def _kv_tensors(self) -> list[torch.Tensor]:
         caches = self.model_runner.kv_caches
-        return [t for cache in caches for t in (cache if isinstance(cache, list | tuple) else [cache])]
+        return [
+            t for cache in caches for t in (cache if isinstance(cache, list | tuple) else [cache])
+        ]
 
     def resident_bytes(self) -> int:
         """Resident memory of the worker's process."""
@@ -108,15 +113,29 @@ class WorkerExtension:
             return int(statm.read().split()[1]) * 4096
 
 
-def ipc_sender(*, rank: int, client: Any, source: Any) -> Any:
+def ipc_sender(
+    *,
+    rank: int,
+    client: Any,
+    parameters: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    shapes: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+) -> Any:
     """vLLM's own CUDA IPC trainer side; every rank calls `send_weights()` on it."""
+
+    class Source(WeightSource):
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(*shape) for shape in shapes]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return parameters()
+
     # packed: unpacked handles point at storage that ZeRO-3 frees when its gather closes
     init = IPCTrainerInitInfo(rank=rank, packed=True)
-    return WeightTransferTrainerFactory.trainer_init(init, client=client, source=source)
+    return WeightTransferTrainerFactory.trainer_init(init, client=client, source=Source())
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
-    """Give a tied head the new embedding: vLLM 0.32 on CPU keeps its old prepacked copy, silently."""
+    """Give a tied head the new embedding: vLLM 0.32 on CPU silently keeps its old packed copy."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return
     for module in model.modules():

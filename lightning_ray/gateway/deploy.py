@@ -28,10 +28,15 @@ def serve_environment(config: Config) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if config.gateway.haproxy else "0",
         # a change of replicas must not cut calls that are held through a weight update
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+        # when a run ends its harnesses have ended; 30 s of draining would be waited for in vain
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.5",
     }
 
 
-def start_gateway(config: Config, *, engine_urls: Sequence[str], secret: str, namespace: str) -> str:
+def start_gateway(
+    config: Config, *, engine_urls: Sequence[str], secret: str, namespace: str
+) -> str:
     """Deploy the gateway and return its base URL; ConfigError when the port is taken."""
     host, port = config.gateway.host, config.gateway.port or _free_port(config.gateway.host)
     _check_free(host, port)
@@ -47,7 +52,7 @@ def start_gateway(config: Config, *, engine_urls: Sequence[str], secret: str, na
         name="gateway",
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=4096,
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=2,
         ray_actor_options={"num_cpus": 0.1},
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
@@ -55,7 +60,12 @@ def start_gateway(config: Config, *, engine_urls: Sequence[str], secret: str, na
     class Gateway:
         """The app's replica."""
 
-    serve.run(Gateway.bind(), name=APP, route_prefix="/", blocking=False)
+    serve.run(
+        Gateway.bind(),  # type: ignore[attr-defined]
+        name=APP,
+        route_prefix="/",
+        blocking=False,
+    )
     return f"http://{host}:{port}"
 
 

@@ -50,7 +50,9 @@ class Dialect:
         fields["model"] = served_name
         asked = [fields.pop(field) for field in self.limit_fields if fields.get(field) is not None]
         if asked and not (isinstance(asked[0], int) and asked[0] > 0):
-            raise ValueError(f"`{self.limit_fields[0]}` must be a positive integer; got {asked[0]!r}")
+            raise ValueError(
+                f"`{self.limit_fields[0]}` must be a positive integer; got {asked[0]!r}"
+            )
         if self.limit_fields:
             fields[self.limit_fields[-1]] = 1
         limits = [n for n in (*asked[:1], sampling.max_tokens) if n is not None]

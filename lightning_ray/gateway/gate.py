@@ -8,9 +8,9 @@ forget it after that time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from lightning_ray.errors import EngineError
@@ -47,12 +47,10 @@ class Gate:
         self._replicas[replica] = _Replica(epoch, in_flight, time.monotonic())
         async with self._changed:
             self._changed.notify_all()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
                     self._changed.wait_for(lambda: self._state.epoch > epoch), POLL_S
                 )
-            except TimeoutError:
-                pass
         return self._state
 
     async def report(self, replica: str, *, epoch: int, in_flight: int) -> None:
@@ -132,7 +130,7 @@ class Lease:
             self._fresh_until = asked_at + LEASE_S
             self._take(state)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def admit(self, hold_s: float) -> AsyncIterator[None]:
         """Wait until calls may pass, at most `hold_s`; the block counts as in flight."""
         deadline = time.monotonic() + hold_s

@@ -74,9 +74,11 @@ def main() -> None:
 
 def _requests(control: socket.socket) -> Iterator[tuple[str, int, int]]:
     while True:
-        path, descriptors, _, _ = socket.recv_fds(control, 4096, 2, socket.MSG_CMSG_CLOEXEC)
+        path, descriptors, _, _ = socket.recv_fds(control, 4096, 2)
         if not path:
             return
+        for descriptor in descriptors:  # recv_fds of 3.11 drops MSG_CMSG_CLOEXEC
+            os.set_inheritable(descriptor, False)
         life_r, status_w = descriptors
         yield path.decode(), life_r, status_w
         os.close(life_r)
@@ -109,8 +111,8 @@ def _guard(path: str, life_r: int, status_w: int) -> NoReturn:
     status = _watch(harness, life_r)
     _kill_tree()
     ending = "killed" if status is None else f"exit {os.waitstatus_to_exitcode(status)}"
-    if not _tell(status_w, ending):  # the runner is gone, so nobody else will tidy up
-        shutil.rmtree(Path(path).parent, ignore_errors=True)
+    if not _tell(status_w, ending):  # the runner is gone, and with it who would tidy up
+        shutil.rmtree(Path(path).parents[1], ignore_errors=True)
     os._exit(0)
 
 
@@ -254,7 +256,8 @@ def _exit_code(argv: list[str]) -> int:
     except SystemExit as stop:
         return _code_of(stop)
     except BaseException as error:  # noqa: BLE001  # as the interpreter does
-        sys.excepthook(type(error), error, _from_program(error.__traceback__))
+        trace = _from_program(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 1
     return 0
 

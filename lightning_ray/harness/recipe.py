@@ -53,7 +53,7 @@ class Recipe(BaseModel):
 
     @property
     def is_preloaded(self) -> bool:
-        """Whether the command is `{python} script ...` or `{python} -m module ...` with a preload."""
+        """Whether there is a preload, and `{python} script` or `{python} -m module` to use it."""
         program, *rest = self.command
         is_python = program in ("{python}", "python", "python3", sys.executable)
         starts = bool(rest) and (not rest[0].startswith("-") or (rest[0] == "-m" and len(rest) > 1))
@@ -86,7 +86,7 @@ def substitute(text: str, values: Mapping[str, object], *, path: str = "") -> st
     path: where the text will be written. In a `.json` file a value inside a string is escaped,
           and one outside becomes JSON itself, so the file is valid JSON whatever the value.
 
-    substitute('{"q": "{task.q}"}', {"task": {"q": 'a "b"'}}, path="t.json") -> '{"q": "a \\\\"b\\\\""}'
+    '{"q": "{task.q}"}' with q = 'say "x"' gives '{"q": "say \\"x\\""}' in a `.json` file.
     """
     if not path.endswith(".json"):
         return _fill(text, values, _plain)

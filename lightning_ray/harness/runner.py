@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -20,13 +19,14 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from lightning_ray.config import HarnessConfig
+from lightning_ray.config import HarnessConfig, load_function
 from lightning_ray.errors import ConfigError, HarnessError, boundary
 from lightning_ray.harness import guard
 from lightning_ray.harness.recipe import (
@@ -78,7 +78,7 @@ def start_runners(
 
     folder = str(Path(root).absolute())
     recipe = load_recipe(Path(folder, config.recipe), root=folder)
-    load_grader(config.grader, root=folder)
+    load_function(config.grader, root=folder)
     # num_gpus=0 does not hide the GPUs from an actor, and the grader runs in it.
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     actor = ray.remote(Runner).options(
@@ -93,20 +93,6 @@ def start_runners(
     ]
 
 
-def load_grader(spec: str, *, root: str) -> Grader:
-    """The function named by `module:function`; raises ConfigError when there is none."""
-    if root not in sys.path:
-        sys.path.append(root)
-    module, separator, name = spec.partition(":")
-    if not separator:
-        raise ConfigError(f"harness.grader must be `module:function`; got {spec!r}")
-    with boundary(ConfigError, f"harness.grader `{spec}` could not be imported", ImportError):
-        grader = getattr(importlib.import_module(module), name, None)
-    if not callable(grader):
-        raise ConfigError(f"harness.grader `{spec}`: `{module}` has no function `{name}`")
-    return grader  # type: ignore[no-any-return]
-
-
 class Runner:
     """Runs up to `config.slots` harnesses at once; made an actor by `start_runners`."""
 
@@ -114,9 +100,10 @@ class Runner:
         self._config = config
         self._recipe = recipe
         self._constants = {"model": model, "root": root, "python": sys.executable}
-        self._grader = load_grader(config.grader, root=root)
+        self._grader: Grader = load_function(config.grader, root=root)
         self._slots = asyncio.Semaphore(config.slots)
         self._folder = Path(tempfile.mkdtemp(prefix="lightning-ray-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._server = self._start_server()
         self._is_closed = False
 
@@ -147,6 +134,8 @@ class Runner:
 
     async def close(self) -> None:
         """Kill every harness and the fork server; runs not ended yet end as `infra`."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._server.kill()
         for _ in range(self._config.slots):
@@ -176,7 +165,8 @@ class Runner:
         message = ""
         if code is None:
             kind = "timeout"
-            message = f"harness was still running after {running_s:.1f} s (harness.timeout_s)"
+            limit = self._config.timeout_s
+            message = f"harness was still running after {limit:g} s (harness.timeout_s)"
         elif code:
             kind = self._recipe.exit_codes.get(code, "harness_crash")
             message = f"harness {_died_how(code)} after {running_s:.1f} s"
@@ -196,11 +186,10 @@ class Runner:
         stdout = _end_of(folder / "stdout", num_bytes=_GRADED_BYTES)
         grading = _in_thread(self._grader, task, folder / "workdir", stdout)
         await asyncio.wait({grading}, timeout=self._config.grader_timeout_s)
-        fault, reward = _verdict(grading)
-        if fault:
-            message = f"grader `{self._config.grader}` {fault}; it must return a number or None"
-            return replace(result, kind="infra", message=message)
-        return replace(result, reward=reward)
+        try:
+            return replace(result, reward=_reward(grading, self._config))
+        except HarnessError as error:
+            return replace(result, kind="infra", message=str(error))
 
     def _start_server(self) -> _ForkServer:
         home = self._folder / "home"
@@ -235,6 +224,7 @@ class _ForkServer:
             )
         self._is_ready: asyncio.Task[None] | None = None
         self._died: asyncio.Future[bytes] | None = None
+        self._is_stopped = False
 
     @property
     def is_dead(self) -> bool:
@@ -267,12 +257,14 @@ class _ForkServer:
             ending.cancel()
         if not ending.done():
             raise HarnessError(f"the harness was not gone {KILL_TIMEOUT_S:.0f} s after its end")
-        if not is_in_time and not is_orphan:
-            return None
-        return _exit_code(ending.result().decode(errors="replace"))
+        if is_orphan and not is_in_time:
+            who = "runner was closed" if self._is_stopped else "fork server died"
+            raise HarnessError(f"the harness was killed because its {who}")
+        return _exit_code(ending.result()) if is_in_time else None
 
     def kill(self) -> None:
         """End the server at once; its guards end their harnesses when the runner lets go."""
+        self._is_stopped = True
         self._process.kill()
 
     def close(self) -> None:
@@ -367,15 +359,15 @@ async def _read_all(descriptor: int) -> bytes:
         transport.close()
 
 
-def _exit_code(ending: str) -> int | None:
-    """From the guard's words: `error TEXT`, then `exit CODE` or `killed`."""
-    for line in ending.splitlines():
+def _exit_code(ending: bytes) -> int:
+    """From the guard's words: `exit CODE`, after `error TEXT` when there was no start."""
+    for line in ending.decode(errors="replace").splitlines():
         word, _, rest = line.partition(" ")
         if word == "error":
             raise HarnessError(f"harness could not be started: {rest}")
         if word == "exit":
             return int(rest)
-    raise HarnessError("the harness was killed because its fork server or its guard died")
+    raise HarnessError("the harness's guard died")
 
 
 def _died_how(code: int) -> str:
@@ -427,16 +419,17 @@ def _in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
     return result
 
 
-def _verdict(grading: asyncio.Future[Any]) -> tuple[str, float | None]:
-    """What was wrong with a grading, empty when nothing; and its reward."""
+def _reward(grading: asyncio.Future[Any], config: HarnessConfig) -> float | None:
+    """What the grader returned; raises HarnessError when it is at fault."""
     if not grading.done():
         grading.cancel()
-        return "did not end in time (harness.grader_timeout_s)", None
-    if error := grading.exception():
-        return f"failed with {type(error).__name__}: {error}", None
-    reward = grading.result()
-    if reward is None:
-        return "", None
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-        return f"returned {reward!r}", None
-    return "", float(reward)
+        fault = f"did not end in {config.grader_timeout_s:g} s (harness.grader_timeout_s)"
+    elif error := grading.exception():
+        fault = f"failed with {type(error).__name__}: {error}"
+    else:
+        reward = grading.result()
+        is_number = isinstance(reward, Real) and not isinstance(reward, bool)
+        if reward is None or (is_number and math.isfinite(reward)):
+            return None if reward is None else float(reward)
+        fault = f"returned {reward!r}"
+    raise HarnessError(f"grader `{config.grader}` {fault}; it must return a finite number or None")

@@ -1,0 +1,61 @@
+"""Names and units of what is logged: a flat dict of floats, `part/name_unit`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from lightning_ray.schema import Sample, Trajectory
+
+Metrics = dict[str, float]
+
+
+@contextmanager
+def timed(metrics: Metrics, name: str) -> Iterator[None]:
+    """Add the block's wall seconds to `time/<name>_s`."""
+    started_at = time.perf_counter()
+    try:
+        yield
+    finally:
+        key = f"time/{name}_s"
+        metrics[key] = metrics.get(key, 0.0) + time.perf_counter() - started_at
+
+
+def summarise(groups: Sequence[Sequence[Trajectory]], samples: Sequence[Sample]) -> Metrics:
+    """What a step's rollouts and samples look like; groups hold finished trajectories."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    rewards = [[r for r in map(_reward, group) if r is not None] for group in groups]
+    scored = [reward for group in rewards for reward in group]
+    kinds = Counter(t.outcome.kind for t in trajectories if t.outcome)
+    calls = [call for t in trajectories for call in t.calls]
+    sampled = [len(call.sampled_ids) for call in calls]
+    metrics = {
+        "rollout/reward_mean": _mean(scored),
+        "rollout/mixed_groups_share": _mean([len(set(group)) > 1 for group in rewards]),
+        "rollout/num": len(trajectories),
+        "rollout/num_scored": len(scored),
+        "rollout/running_s_mean": _mean([t.outcome.running_s for t in trajectories if t.outcome]),
+        "call/num": len(calls),
+        "call/duration_s_mean": _mean([call.duration_s for call in calls]),
+        "call/num_per_rollout": len(calls) / max(len(trajectories), 1),
+        "call/num_sampled_tokens": sum(sampled),
+        "call/num_prompt_tokens": sum(len(call.prompt_ids) for call in calls),
+        "sample/num": len(samples),
+        "sample/num_per_rollout": len(samples) / max(len({s.rollout_id for s in samples}), 1),
+    }
+    return {
+        **{name: float(value) for name, value in metrics.items()},
+        **{f"rollout/num_{kind}": float(num) for kind, num in sorted(kinds.items())},
+    }
+
+
+def _reward(trajectory: Trajectory) -> float | None:
+    return trajectory.outcome.reward if trajectory.outcome else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")

@@ -1,0 +1,204 @@
+"""The main loop. Every Ray Train worker runs it; ranks stay in step by running the same lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import Checkpoint
+
+from lightning_ray.collect import Group
+from lightning_ray.config import Config
+from lightning_ray.credit import center
+from lightning_ray.errors import ConfigError, WeightsError
+from lightning_ray.metrics import Metrics, summarise, timed
+from lightning_ray.samples import build_samples
+from lightning_ray.schema import Sample
+from lightning_ray.train.batch import pack
+from lightning_ray.train.policy import Policy
+from lightning_ray.train.publish import Publisher
+
+log = logging.getLogger(__name__)
+
+MAX_BARREN_STEPS = 3
+
+
+def train_loop(settings: dict[str, Any]) -> None:
+    """Train one policy: collect, samples, credit, batch, sleep, update, publish."""
+    config: Config = settings["config"]
+    run = _Run(config)
+    policy = Policy(config)
+    publisher = Publisher(config, engines=run.engines, policy=policy, rank=run.rank)
+    publisher.publish(policy.version)  # engines begin on the loaded weights
+    run.open_gate()
+    run.journal.write(0, policy.version, run.validate(0))
+
+    for step in range(config.train.num_steps):
+        metrics: Metrics = {}
+        with timed(metrics, "collect"):
+            groups = run.collect(step)
+        with timed(metrics, "build"):
+            samples, advantages = learnable(groups, scale=config.train.scale_advantages)
+            batches = pack(
+                samples,
+                advantages=advantages,
+                version=policy.version,
+                tokens_per_batch=config.train.tokens_per_batch,
+                rank=run.rank,
+                num_ranks=run.num_ranks,
+            )
+        metrics |= summarise([group.trajectories for group in groups], samples)
+        metrics["rollout/age_mean"] = sum(step - g.step for g in groups) / len(groups)
+        run.check_signal(step, metrics, is_barren=not batches)
+        if batches:
+            with timed(metrics, "drain"):
+                metrics["gate/num_frozen"] = run.drain()
+            with timed(metrics, "sleep"):
+                publisher.sleep()
+            with timed(metrics, "update"):
+                metrics |= policy.update(batches)
+            with timed(metrics, "publish"):
+                metrics |= publisher.publish(policy.version)
+            run.open_gate()
+            run.check_gap(metrics)
+        if run.is_due(step + 1, config.train.validate_every):
+            metrics |= run.validate(step + 1)
+        if run.is_due(step + 1, config.train.save_every):
+            run.save(policy, step + 1)
+        run.journal.write(step + 1, policy.version, metrics)
+
+
+def learnable(groups: Sequence[Group], *, scale: bool) -> tuple[list[Sample], dict[str, float]]:
+    """The samples of every scored rollout, and each such rollout's advantage."""
+    samples: list[Sample] = []
+    advantages: dict[str, float] = {}
+    for group in groups:
+        outcomes = [t.outcome for t in group.trajectories]
+        rewards = [outcome.reward if outcome else None for outcome in outcomes]
+        credits = center(rewards, scale=scale)
+        for trajectory, reward, credit in zip(group.trajectories, rewards, credits, strict=True):
+            if reward is not None:
+                rollout = trajectory.rollout
+                advantages[rollout.rollout_id] = credit
+                samples += build_samples(
+                    trajectory.calls, rollout_id=rollout.rollout_id, group_id=rollout.group_id
+                )
+    return samples, advantages
+
+
+class _Run:
+    """This rank's hold on the other parts of the run."""
+
+    def __init__(self, config: Config) -> None:
+        context = ray.train.get_context()
+        self.config = config
+        self.rank, self.num_ranks = context.get_world_rank(), context.get_world_size()
+        self.collector = ray.get_actor("collector")
+        self.gate = ray.get_actor("gate")
+        self.engines = [ray.get_actor(f"engine/{i}") for i in range(config.engine.count)]
+        self.journal = _Journal(config.run_dir, is_writer=self.rank == 0)
+        self._num_barren = 0
+
+    def collect(self, step: int) -> list[Group]:
+        groups: list[Group] = ray.get(self.collector.collect.remote(step))
+        return groups
+
+    def validate(self, step: int) -> Metrics:
+        """Rank 0 asks; the answer is only logged."""
+        if self.rank != 0:
+            return {}
+        metrics: Metrics = {}
+        with timed(metrics, "validate"):
+            metrics |= ray.get(self.collector.validate.remote(step))
+        return metrics
+
+    def drain(self) -> float:
+        """Shut the gate; how many calls go on only after the update."""
+        if self.rank != 0:
+            return 0.0
+        return float(ray.get(self.gate.close.remote(self.config.train.drain_s)))
+
+    def open_gate(self) -> None:
+        if self.rank == 0:
+            ray.get(self.gate.open.remote())
+
+    def is_due(self, step: int, every: int) -> bool:
+        return step == self.config.train.num_steps or (every > 0 and step % every == 0)
+
+    def save(self, policy: Policy, step: int) -> None:
+        """A Hugging Face folder under `checkpoints/`, reported to Ray Train."""
+        folder = self.config.run_dir / "checkpoints" / f"step-{step:06d}"
+        policy.save(folder)
+        checkpoint = Checkpoint.from_directory(str(folder)) if self.rank == 0 else None
+        ray.train.report(
+            {"step": step, "version": policy.version},
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    def check_signal(self, step: int, metrics: Metrics, *, is_barren: bool) -> None:
+        """Stop a run that cannot learn, and say what to change."""
+        self._num_barren = self._num_barren + 1 if is_barren else 0
+        if step == 0 and self.config.signal.enabled:
+            check_start(self.config, metrics)
+        if metrics["rollout/num_scored"] == 0 or self._num_barren > MAX_BARREN_STEPS:
+            kinds = {k: int(v) for k, v in metrics.items() if k.startswith("rollout/num_")}
+            raise ConfigError(
+                f"step {step} gives nothing to learn from: {kinds}. Every rollout was masked or "
+                f"every group had one reward, {self._num_barren} step(s) in a row; see "
+                "`lightning-ray show` for how the rollouts ended."
+            )
+
+    def check_gap(self, metrics: Metrics) -> None:
+        limit, gap = self.config.train.max_logprob_gap, metrics["train/logprob_gap_mean"]
+        if limit is not None and not gap <= limit:
+            raise WeightsError(
+                f"engine and policy must agree on log-probs to {limit:g} on average; they differ "
+                f"by {gap:.3g}. Weights, temperature or precision differ between the two."
+            )
+
+
+def check_start(config: Config, metrics: Metrics) -> None:
+    """The signal gate: group-relative credit only amplifies what the start policy already does."""
+    reward, mixed = metrics["rollout/reward_mean"], metrics["rollout/mixed_groups_share"]
+    signal = config.signal
+    found = f"The start policy has mean reward {reward:.3f}, {mixed:.0%} of groups mixed"
+    if reward < signal.min_reward or mixed < signal.min_mixed:
+        raise ConfigError(
+            f"{found}; wanted at least {signal.min_reward:.2f} and {signal.min_mixed:.0%}. The task "
+            "is too hard for it: give partial reward, easier tasks, an example in the prompt or "
+            "supervised training first. signal.enabled=false trains all the same."
+        )
+    if reward > signal.max_reward:
+        raise ConfigError(
+            f"{found}; wanted at most {signal.max_reward:.2f}. There is little left to learn: take "
+            "harder tasks. signal.enabled=false trains all the same."
+        )
+
+
+class _Journal:
+    """`metrics.jsonl` and TensorBoard, written by rank 0 as each step ends."""
+
+    def __init__(self, run_dir: Path, *, is_writer: bool) -> None:
+        self.path = run_dir / "metrics.jsonl"
+        self.board: Any = None
+        if is_writer:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, step: int, version: int, metrics: Metrics) -> None:
+        if self.board is None:
+            return
+        line = {"step": step, "version": version, "at": time.time(), **metrics}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        for name, value in metrics.items():
+            self.board.add_scalar(name, value, step)
+        self.board.flush()

@@ -1,0 +1,82 @@
+"""Every sampled token is trained exactly once, in the sequence the model saw it in."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from lightning_ray.samples import build_samples
+from lightning_ray.schema import Call, Sample
+
+
+def call(prompt: list[int], sampled: list[int], index: int = 0) -> Call:
+    return Call(
+        call_id=str(index), rollout_id="r", attempt=0, index=index, dialect="chat", status=200,
+        error=None, prompt_ids=np.array(prompt, np.int32), sampled_ids=np.array(sampled, np.int32),
+        logprobs=-np.array(sampled, np.float32), versions=np.full(len(sampled), index, np.int32),
+        finish_reason="stop", started_at=float(index), duration_s=1.0, request=b"", response=b"",
+    )  # fmt: skip
+
+
+def build(*calls: Call) -> list[Sample]:
+    return build_samples(calls, rollout_id="r", group_id="g")
+
+
+def test_calls_that_extend_each_other_are_one_sample() -> None:
+    (sample,) = build(
+        call([1, 2], [3]), call([1, 2, 3, 4], [5, 6], 1), call([1, 2, 3, 4, 5, 6], [7], 2)
+    )
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert sample.mask.tolist() == [False, False, True, False, True, True, True]
+    assert sample.logprobs.tolist() == [0, 0, -3, 0, -5, -6, -7]
+    assert sample.versions.tolist() == [-1, -1, 0, -1, 1, 1, 2]
+
+
+def test_a_changed_history_opens_a_branch_and_is_not_repaired() -> None:
+    first, second = build(call([1, 2], [3, 4]), call([1, 2, 3, 9], [5], 1))
+    assert first.token_ids.tolist() == [1, 2, 3, 4]
+    assert second.token_ids.tolist() == [1, 2, 3, 9, 5]
+    assert second.mask.tolist() == [False, False, False, False, True]
+
+
+def test_a_side_call_does_not_break_the_main_line() -> None:
+    main, side = build(call([1], [2]), call([9, 9], [8], 1), call([1, 2, 3], [4], 2))
+    assert main.token_ids.tolist() == [1, 2, 3, 4]
+    assert side.token_ids.tolist() == [9, 9, 8]
+
+
+def test_the_same_prompt_sampled_twice_trains_both_answers() -> None:
+    samples = build(call([1, 2], [3]), call([1, 2], [4], 1), call([1, 2, 4, 5], [6], 2))
+    assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3], [1, 2, 4, 5, 6]]
+
+
+def test_calls_without_tokens_leave_no_trace() -> None:
+    assert build(call([1, 2], [])) == []
+
+
+def test_each_sampled_token_of_random_trees_is_trained_once_after_its_own_prompt() -> None:
+    for seed in range(200):
+        random.seed(seed)
+        calls: list[Call] = []
+        for index in range(random.randint(1, 12)):
+            base: list[int] = []
+            if calls and random.random() < 0.8:
+                parent = random.choice(calls)
+                base = [*parent.prompt_ids.tolist(), *parent.sampled_ids.tolist()]
+                base = base[: random.choice([len(base), random.randint(0, len(base))])]
+            prompt = base + [random.randint(0, 3) for _ in range(random.randint(1, 4))]
+            sampled = [100 * index + n for n in range(random.randint(0, 3))]
+            calls.append(call(prompt, sampled, index))
+        trained = {}
+        for sample in build(*calls):
+            for position in np.flatnonzero(sample.mask):
+                token = int(sample.token_ids[position])
+                assert token not in trained
+                trained[token] = sample.token_ids[:position].tolist()
+        expected = {
+            int(token): [*c.prompt_ids.tolist(), *c.sampled_ids[:n].tolist()]
+            for c in calls
+            for n, token in enumerate(c.sampled_ids)
+        }
+        assert trained == expected
