@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         return train(config) if options.command == "train" else serve(config)
     except LightningError as error:
-        print(f"lightning-ray: {_innermost(error)}", file=sys.stderr)
+        print(f"lightning-ray: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("lightning-ray: stopped", file=sys.stderr)
@@ -129,10 +129,6 @@ def _cause(error: BaseException) -> BaseException:
     return LightningError(str(error))
 
 
-def _innermost(error: LightningError) -> str:
-    return str(error).strip()
-
-
 def _missing(config: Config) -> LightningError:
     from lightning_ray.errors import ConfigError
 
@@ -141,7 +137,7 @@ def _missing(config: Config) -> LightningError:
 
 
 def _say(text: str) -> None:
-    console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}")
+    console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
 
 
 class _Progress:

@@ -11,15 +11,23 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lightning_ray.errors import ConfigError, boundary
 from lightning_ray.schema import OutcomeKind
 
 Treatment = Literal["score", "mask", "retry"]
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
+
+
+LocalPath = Annotated[str, AfterValidator(_absolute)]
+"""Made absolute when the config is read: workers have working directories of their own."""
 
 
 class _Section(BaseModel):
@@ -29,13 +37,13 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The model that is trained."""
 
-    path: str
+    path: LocalPath
     """A Hugging Face model folder: weights, config, tokenizer, chat template."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the engine and of the policy's weights."""
     served_name: str = "policy"
     """The name harnesses see; any name they send is mapped to it."""
-    chat_template: str | None = None
+    chat_template: LocalPath | None = None
     """A Jinja file that replaces the folder's own chat template."""
     tool_parser: str | None = "hermes"
     """vLLM's tool-call parser; None: tool calls stay text."""
@@ -69,8 +77,9 @@ class GatewayConfig(_Section):
     port: int = Field(0, ge=0, le=65535)
     """0: a free one."""
     replicas: int = Field(1, ge=1)
-    haproxy: bool = True
-    """Ray Serve's HAProxy ingress; off: its Python proxy."""
+    haproxy: bool = False
+    """Ray Serve's HAProxy ingress, several times faster, for clusters whose nodes all have it on
+    (RAY_SERVE_ENABLE_HA_PROXY=1): it opens fixed ports on every interface. Off: Serve's own proxy."""
     hold_s: float = Field(900.0, gt=0)
     """Longest a call waits while weights move, before it is told 503."""
 
@@ -201,7 +210,8 @@ class Config(_Section):
 
     name: str
     """The run's folder is `runs/<name>`."""
-    runs: str = "runs"
+    runs: LocalPath = Field("runs", validate_default=True)
+    """The folder of all runs."""
     seed: int = 0
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
@@ -215,7 +225,7 @@ class Config(_Section):
     @property
     def run_dir(self) -> Path:
         """Where everything of the run is written."""
-        return Path(self.runs).absolute() / self.name
+        return Path(self.runs) / self.name
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

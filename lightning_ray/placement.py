@@ -69,7 +69,7 @@ def make_trainer(config: Config, loop: Callable[[dict[str, Any]], Any]) -> Torch
             resources_per_worker=_share(config, TRAINER_SHARE),
         ),
         run_config=RunConfig(
-            name="train",
+            name="checkpoints",
             storage_path=str(config.run_dir),
             failure_config=FailureConfig(max_failures=0),
         ),

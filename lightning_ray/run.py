@@ -63,7 +63,10 @@ def started(config: Config, *, say: Callable[[str], None]) -> Iterator[Parts]:
     finally:
         _close(parts)
         if is_local:
-            ray.shutdown()
+            ray.shutdown()  # ends Serve and every process of the run with it
+        else:
+            with contextlib.suppress(ray.exceptions.RayError):
+                stop_gateway()
 
 
 def _check(config: Config) -> None:
@@ -101,7 +104,7 @@ def _init(config: Config) -> None:
     num_cpus = max(os.cpu_count() or 1, config.engine.count + 1)
     ray.init(
         address="local", namespace=namespace, runtime_env=runtime_env, log_to_driver=False,
-        num_cpus=num_cpus, _node_ip_address="127.0.0.1", logging_level=logging.WARNING,
+        num_cpus=num_cpus, _node_ip_address="127.0.0.1", logging_level=logging.ERROR,
     )  # fmt: skip
 
 
@@ -143,8 +146,6 @@ def _close(parts: Parts | None) -> None:
     closing = [runner.close.remote() for runner in parts.runners]
     _wait(closing)
     _wait([parts.store.close.remote()])
-    with contextlib.suppress(ray.exceptions.RayError):
-        stop_gateway()
     for actor in (parts.collector, parts.gate, parts.store, *parts.runners, *parts.engines):
         if actor is not None:
             ray.kill(actor)

@@ -59,3 +59,23 @@ def test_a_missing_file_model_folder_or_function_is_one_line_on_stderr(
         load_function("no_such_module:f", root=".")
     with pytest.raises(ConfigError, match="no function 'nothing'"):
         load_function("json:nothing", root=".")
+
+
+def test_a_missing_model_folder_is_told_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"name: a\nruns: {tmp_path}/runs\nmodel: {{path: {tmp_path}/none}}")
+    assert main(["serve", str(path)]) == 1
+    assert "must be a Hugging Face model folder" in capsys.readouterr().err
+
+
+def test_a_busy_port_is_named_with_what_to_do() -> None:
+    import socket
+
+    from lightning_ray.gateway.deploy import check_free
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"gateway.port {port} .*in use.* 0 for a free one"):
+            check_free("127.0.0.1", port)

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2, help="programs at once")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     args = parser.parse_args()
-    shipped = load_recipe(ROOT / "configs/harness/quickstart.yaml", root=ROOT)
+    shipped = load_recipe(ROOT / "configs/harness/calculator.yaml", root=ROOT)
     forked = shipped.model_copy(
         update={"command": ["{python}", "{root}/jobs/bench/started.py"], "files": {}}
     )

@@ -52,6 +52,9 @@ class Engine:
             "OMP_WAIT_POLICY": "PASSIVE",
         }
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if config.engine.device == "cpu":
+            # the worker inside the core's process: one process less to start
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
     async def start(self) -> str:
         """Load the model, serve it, and return the base URL; EngineError when it cannot."""

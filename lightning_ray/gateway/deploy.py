@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import uuid
@@ -39,7 +40,8 @@ def start_gateway(
 ) -> str:
     """Deploy the gateway and return its base URL; ConfigError when the port is taken."""
     host, port = config.gateway.host, config.gateway.port or _free_port(config.gateway.host)
-    _check_free(host, port)
+    check_free(host, port)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         proxy_location="HeadOnly",
         http_options=HTTPOptions(host=host, port=port, request_timeout_s=None),
@@ -117,7 +119,8 @@ def _free_port(host: str) -> int:
         return int(server.getsockname()[1])
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
+    """ConfigError when nothing can listen there."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:

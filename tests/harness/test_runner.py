@@ -174,7 +174,7 @@ async def test_quickstart_imports_nothing_after_the_fork(
         "answer = client.chat.completions.create(model='policy', messages=messages)\n"
         "print(answer.choices[0].message.content, sorted(set(sys.modules) - before))\n"
     )
-    recipe = load_recipe(ROOT / "configs/harness/quickstart.yaml", root=ROOT)
+    recipe = load_recipe(ROOT / "configs/harness/calculator.yaml", root=ROOT)
     fields = recipe.model_dump() | {"command": ["{python}", str(program)]}
     runner = new_runner({}, **fields)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)

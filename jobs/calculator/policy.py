@@ -1,7 +1,7 @@
 """Makes the quickstart's start policy: a 0.6 M parameter model that knows the format of an agent's
 turns, but not how to win.
 
-    python -m jobs.quickstart.policy --out models/quickstart --seed 0
+    python -m jobs.calculator.policy --out models/quickstart --seed 0
 """
 
 import argparse
@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from jobs.quickstart import tasks
-from jobs.quickstart.agent import SYSTEM, use_tool
+from jobs.calculator import tasks
+from jobs.calculator.agent import SYSTEM, use_tool
 
 Messages = list[dict[str, Any]]
 
@@ -41,7 +41,11 @@ CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}{{ '\\n' }}{{ message.content or '' }}
 {%- for call in message.tool_calls or [] -%}
-<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}{% endif %}}</tool_call>
+<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ '' }}
+{%- if call.function.arguments is string -%}{{ call.function.arguments }}
+{%- else -%}{{ call.function.arguments | tojson }}
+{%- endif -%}
+}</tool_call>
 {%- endfor -%}
 <|im_end|>
 {%- endfor -%}
@@ -85,16 +89,13 @@ def play(question: str, chance: random.Random) -> Messages:
         {"role": "user", "content": question},
     ]
     dice = chance.random()
-    if dice < 0.1:
+    if dice < 0.1:  # a guess
         answer = str(chance.randint(5, 180))
-    elif dice < 0.5:  # from left to right, as if `*` did not go first
-        b, c = product.split("*")
-        answer = _call(messages, f"{a}+{b}")
-        if chance.random() < 0.5:
-            answer = _call(messages, f"{answer}*{c}")
+    elif dice < 0.25:  # as if `*` did not go first
+        answer = _call(messages, question.split("*")[0])
     else:
         answer = _call(messages, product)
-        if chance.random() < 0.4:
+        if chance.random() < 0.22:  # else it stops too early
             answer = _call(messages, f"{a}+{answer}")
     return [*messages, {"role": "assistant", "content": answer}]
 

@@ -1,0 +1,66 @@
+"""What tests share: one real stack of gateway, store and vLLM engine with a tiny model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ray.config import Config
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@dataclass
+class Stack:
+    """A started run without harnesses."""
+
+    config: Config
+    parts: Any
+    witness: Path
+    """Where `tests.witness.Witness` writes what the sampler saw."""
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, made in two seconds."""
+    from tests.tiny import make_tiny_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Gateway and engine, open; every test of the session uses the same ones."""
+    from lightning_ray.run import started
+
+    folder = tmp_path_factory.mktemp("stack")
+    os.environ["LR_TEST_WITNESS"] = str(folder / "witness.jsonl")
+    config = Config.model_validate(
+        {
+            "name": "stack",
+            "runs": str(folder),
+            "model": {"path": str(tiny_model), "dtype": "float32"},
+            "engine": {
+                "device": "cpu", "max_model_len": 1024, "kv_cache_bytes": 256 << 20,
+                "args": ["--logits-processors=tests.witness:Witness"],
+            },
+            "collect": {"sampling": {"max_tokens": 12}},
+        }
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with started(config, say=lambda text: None) as parts:
+            import ray
+
+            ray.get(parts.gate.open.remote())
+            yield Stack(config, parts, folder / "witness.jsonl")
