@@ -79,7 +79,7 @@ class GatewayConfig(_Section):
     replicas: int = Field(1, ge=1)
     haproxy: bool = False
     """Ray Serve's HAProxy ingress, several times faster, for clusters whose nodes all have it on
-    (RAY_SERVE_ENABLE_HA_PROXY=1): it opens fixed ports on every interface. Off: Serve's own proxy."""
+    (RAY_SERVE_ENABLE_HA_PROXY=1): it opens fixed ports on every interface. Off: Serve's proxy."""
     hold_s: float = Field(900.0, gt=0)
     """Longest a call waits while weights move, before it is told 503."""
 

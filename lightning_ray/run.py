@@ -40,6 +40,7 @@ class Parts:
     gate: Any
     store: Any
     engines: list[Any]
+    engine_urls: list[str] = field(default_factory=list)
     runners: list[Any] = field(default_factory=list)
     collector: Any = None
 
@@ -125,9 +126,11 @@ def _start(config: Config, say: Callable[[str], None]) -> Parts:
             config.harness, model=config.model.served_name, root=os.getcwd()
         )
     try:
-        urls = call_all(engines, "start", timeout_s=config.engine.start_timeout_s)
+        parts.engine_urls = call_all(engines, "start", timeout_s=config.engine.start_timeout_s)
         say("starting the gateway")
-        parts.base_url = start_gateway(config, engine_urls=urls, secret=secret, namespace=namespace)
+        parts.base_url = start_gateway(
+            config, engine_urls=parts.engine_urls, secret=secret, namespace=namespace
+        )
         if config.tasks is not None:
             parts.collector = ray.remote(num_cpus=0, max_concurrency=1000)(Collector).options(
                 name="collector"

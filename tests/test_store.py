@@ -31,7 +31,8 @@ def exchange(prompt: list[int], sampled: list[int], request: bytes, **changed: o
         finish_reason="stop",
     )
     fields: dict[str, object] = {
-        "rollout_id": "r1", "attempt": 0, "dialect": "chat", "status": 200, "started_at": 1.0, "duration_s": 0.5,
+        "rollout_id": "r1", "attempt": 0, "dialect": "chat", "status": 200,
+        "started_at": 1.0, "duration_s": 0.5,
         "request": request, "response": b"{}", "captures": wire.encode_captures([capture]),
     }  # fmt: skip
     return Exchange(**(fields | changed))  # type: ignore[arg-type]

@@ -44,13 +44,19 @@ def main() -> None:
     engine_url = pipe.recv()
     base_url = _start(engine_url, options.haproxy)
     body = json.dumps(
-        {"model": "x", "max_tokens": 16, "messages": [{"role": "user", "content": "x" * options.bytes}]}
-    ).encode()  # fmt: skip
+        {
+            "model": "x",
+            "max_tokens": 16,
+            "messages": [{"role": "user", "content": "x" * options.bytes}],
+        }
+    ).encode()
     print(f"{options.bytes} B bodies, {options.seconds:.0f} s each, durable recording on")
     for clients in options.clients:
         for name, url in (("engine", engine_url), ("gateway", base_url)):
             rate, p50, p99 = asyncio.run(_load(url, name, body, clients, options.seconds))
-            print(f"{clients:>3} clients  {name:<8} {rate:7.0f}/s  p50 {p50:6.1f} ms  p99 {p99:6.1f} ms")
+            print(
+                f"{clients:>3} clients  {name:<8} {rate:7.0f}/s  p50 {p50:6.1f} ms  p99 {p99:6.1f} ms"
+            )
     stop_gateway()
     ray.shutdown()
 
@@ -58,7 +64,9 @@ def main() -> None:
 def _start(engine_url: str, haproxy: bool) -> str:
     import os
 
-    config = Config.model_validate({"name": "bench", "model": {"path": "none"}, "gateway": {"haproxy": haproxy}})
+    config = Config.model_validate(
+        {"name": "bench", "model": {"path": "none"}, "gateway": {"haproxy": haproxy}}
+    )
     os.environ.update(serve_environment(config))
     ray.init(address="local", namespace=NAMESPACE, num_cpus=4, log_to_driver=False)
     gate = ray.remote(num_cpus=0, max_concurrency=1000)(Gate).options(name="gate").remote()
@@ -110,7 +118,9 @@ def _stub(pipe: multiprocessing.connection.Connection) -> None:
 
     raw = bytes(4 * 16)
     capture = wire.Capture(bytes(4 * 2000), raw, raw, raw, "stop")
-    head = wire.msgspec.json.encode({"status": 200, "headers": [["content-type", "application/json"]]})
+    head = wire.msgspec.json.encode(
+        {"status": 200, "headers": [["content-type", "application/json"]]}
+    )
     reply = (
         wire.frame(wire.HEAD, head)
         + wire.frame(wire.BODY, b'{"choices":[]}')

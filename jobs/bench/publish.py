@@ -47,7 +47,9 @@ def main() -> None:
          "engine": {"device": "cpu", "max_model_len": 512, "kv_cache_bytes": 128 << 20}}
     )  # fmt: skip
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    engines = start_engines(config, group=make_group(config), secret="s", share=engine_share(config))
+    engines = start_engines(
+        config, group=make_group(config), secret="s", share=engine_share(config)
+    )
     call_all(engines, "start")
     weights = Weights(options.model)
     num_bytes = sum(p.nbytes for _, p in weights.parameters())
@@ -65,7 +67,9 @@ def main() -> None:
     publish, copy = statistics.median(publishes), statistics.median(copies)
     print(f"{num_bytes / 1e6:.0f} MB fp32, median of {options.rounds}")
     print(f"publish     {publish:.2f} s  {num_bytes / publish / 1e9:.2f} GB/s")
-    print(f"plain copy  {copy:.2f} s  {num_bytes / copy / 1e9:.2f} GB/s  (ratio {publish / copy:.1f})")
+    print(
+        f"plain copy  {copy:.2f} s  {num_bytes / copy / 1e9:.2f} GB/s  (ratio {publish / copy:.1f})"
+    )
 
 
 def _plain_copy(weights: Weights) -> float:

@@ -1,4 +1,4 @@
-"""Makes the start policy of the mini-swe-agent job: SmolLM2-135M-Instruct, with a template for tools.
+"""Makes the start policy of the mini-swe-agent job: SmolLM2-135M-Instruct, which is given tools.
 
     python -m jobs.mini_swe.model --out models/smollm2
 
@@ -24,23 +24,22 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 <|im_start|>system
 {{ system }}
-{%- if tools %}
-{%- for tool in tools %}
-{%- set function = tool.function %}
-{{ function.description }}:
-<tool_call>{"name": "{{ function.name }}", "arguments": {
+{%- for tool in tools or [] -%}
+{%- set function = tool.function -%}
+{{ '\\n' + function.description }}: <tool_call>{"name": "{{ function.name }}", "arguments": {
 {%- for name in function.parameters.properties -%}
 "{{ name }}": "..."{{ ', ' if not loop.last }}
 {%- endfor -%}
 }}</tool_call>
-{%- endfor %}
-{%- endif -%}
+{%- endfor -%}
 <|im_end|>
 {% for message in rest -%}
 <|im_start|>{{ message.role }}
 {{ message.content or '' }}
 {%- for call in message.tool_calls or [] -%}
-<tool_call>{"name": "{{ call.function.name }}", "arguments": {% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}{% endif %}}</tool_call>
+{%- set arguments = call.function.arguments -%}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {# -#}
+{{ arguments if arguments is string else arguments | tojson }}}</tool_call>
 {%- endfor -%}
 <|im_end|>
 {% endfor -%}

@@ -6,7 +6,9 @@ shell script that exits 0 when the job is done; it is never shown to the agent).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -62,18 +64,23 @@ def validate() -> list[Task]:
 def grade(task: Task, workdir: Path, stdout: str) -> float:
     """1.0 when the task's check passes in the folder the agent worked in, else 0.0.
 
-    The check comes from the task, and runs with nothing of the folder on its PATH. A check that
-    does not end in time has failed: it runs what the agent left, which may hang.
+    The check comes from the task, never from the folder. One that does not end in time has failed:
+    it may run what the agent left there. Whatever it started is killed with it.
     """
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", task["check"]],
+        cwd=workdir,
+        env={"PATH": os.defpath, "HOME": "/nonexistent"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        process = subprocess.run(
-            ["/bin/sh", "-c", task["check"]],
-            cwd=workdir,
-            env={"PATH": os.defpath, "HOME": "/nonexistent"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=CHECK_TIMEOUT_S,
-        )
+        return float(process.wait(CHECK_TIMEOUT_S) == 0)
     except subprocess.TimeoutExpired:
         return 0.0
-    return float(process.returncode == 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -118,9 +118,11 @@ class _Gateway:
         try:
             caller = self._identify(request)
             body = await _body(request)
-            if not dialect.samples:
-                return _response(await self._send(dialect, caller, request.method, body, {}))
-            return await self._sample(dialect, caller, body)
+            if dialect.samples:
+                return await self._sample(dialect, caller, body)
+            if request.method == "POST":
+                body, _ = self._prepare(dialect, caller, body)
+            return _response(await self._send(dialect, caller, request.method, body, {}))
         except _Refused as refused:
             return _refusal(dialect, refused.status, str(refused))
         except EngineError as error:
@@ -129,12 +131,7 @@ class _Gateway:
     async def _sample(self, dialect: Dialect, caller: Claims, body: bytes) -> Response:
         """Admit, forward, record, reply."""
         started_at = time.time()
-        try:
-            prepared, sampling = dialect.prepare(
-                body, served_name=self.served_name, sampling=self.sampling[caller.mode]
-            )
-        except ValueError as error:
-            raise _Refused(400, str(error)) from error
+        prepared, sampling = self._prepare(dialect, caller, body)
         headers = {wire.SAMPLING_HEADER: msgspec.json.encode(sampling).decode()}
         async with self.lease.admit(self.hold_s):
             try:
@@ -144,6 +141,15 @@ class _Gateway:
                 reply = Reply(error.status, {"content-type": "application/json"}, problem, b"\x90")
             await self._record(dialect, caller, body, reply, started_at)
         return _response(reply)
+
+    def _prepare(
+        self, dialect: Dialect, caller: Claims, body: bytes
+    ) -> tuple[bytes, wire.Sampling]:
+        sampling = self.sampling[caller.mode]
+        try:
+            return dialect.prepare(body, served_name=self.served_name, sampling=sampling)
+        except ValueError as error:
+            raise _Refused(400, str(error)) from error
 
     def _identify(self, request: Request) -> Claims:
         """Who calls, from the path, and only if the key was made for just that attempt."""

@@ -21,6 +21,10 @@ _ERROR_TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
+_SAMPLING_FIELDS = {
+    "temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Dialect:
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise ValueError(f"the body must be a JSON object: {error}") from error
         fields["model"] = served_name
+        if sampling.temperature is not None:  # the rollout decides; a clash must not become a 400
+            fields = {name: value for name, value in fields.items() if name not in _SAMPLING_FIELDS}
         asked = [fields.pop(field) for field in self.limit_fields if fields.get(field) is not None]
         if asked and not (isinstance(asked[0], int) and asked[0] > 0):
             raise ValueError(

@@ -61,6 +61,7 @@ def main() -> None:
     del sys.path[0]  # this file's folder; a harness must not import from it
     for module in sys.argv[3:]:
         importlib.import_module(module)
+    sys.stdout.flush()  # or each fork would write again what an import has printed
     gc.collect()
     gc.freeze()  # or the first collection in each fork would copy every page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are reaped by the kernel
@@ -120,7 +121,7 @@ def _watch(harness: int, life_r: int) -> int | None:
     """Wait status of the harness, or None when the runner hung up first."""
     wake_r, wake_w = os.pipe()
     os.set_blocking(wake_w, False)
-    signal.set_wakeup_fd(wake_w)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
         status = (_reap() or {}).get(harness)
@@ -191,7 +192,7 @@ def _become(request: Request, status_w: int) -> NoReturn:
             os.execvpe(argv[0], argv, request["env"])
         if argv[1] != "-m":
             Path(argv[1]).open("rb").close()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
         _tell(status_w, f"error {error}")
         os._exit(127)
     os.close(status_w)
@@ -200,7 +201,10 @@ def _become(request: Request, status_w: int) -> NoReturn:
 
 def _redirect(request: Request) -> None:
     for name, limit in request["limits"].items():
-        resource.setrlimit(getattr(resource, name), (limit, limit))
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
     os.chdir(request["workdir"])
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for number, path, mode in (

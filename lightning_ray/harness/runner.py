@@ -7,7 +7,6 @@ knows nothing of the calls they make. The recipe says what is run, the grader wh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -21,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -29,13 +29,7 @@ from typing import Any
 from lightning_ray.config import HarnessConfig, load_function
 from lightning_ray.errors import ConfigError, HarnessError, boundary
 from lightning_ray.harness import guard
-from lightning_ray.harness.recipe import (
-    Recipe,
-    is_constant,
-    load_recipe,
-    search_path,
-    substitute,
-)
+from lightning_ray.harness.recipe import Recipe, is_constant, load_recipe, search_path, substitute
 from lightning_ray.schema import OutcomeKind, Rollout
 
 Grader = Callable[[dict[str, Any], Path, str], float | None]
@@ -140,14 +134,13 @@ class Runner:
         self._server.kill()
         for _ in range(self._config.slots):
             await self._slots.acquire()
-        self._server.close()
+        await self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _run(self, folder: Path, values: Mapping[str, object]) -> RunResult:
         if self._is_closed:
             raise HarnessError("the runner was closed before the harness could start")
         if self._server.is_dead:
-            self._server.close()
             self._server = self._start_server()
         server = self._server
         await server.ready()
@@ -222,9 +215,9 @@ class _ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ray ends the process group of a worker that exits
             )
-        self._is_ready: asyncio.Task[None] | None = None
-        self._died: asyncio.Future[bytes] | None = None
         self._is_stopped = False
+        self._ready: asyncio.Future[None]
+        self._watching: asyncio.Future[None] | None = None
 
     @property
     def is_dead(self) -> bool:
@@ -232,25 +225,26 @@ class _ForkServer:
 
     async def ready(self) -> None:
         """Return when the preload is imported; raises ConfigError when that failed."""
-        if self._is_ready is None:
-            self._is_ready = asyncio.ensure_future(self._become_ready())
-        await asyncio.shield(self._is_ready)
+        if self._watching is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._watching = asyncio.ensure_future(self._watch())
+        with boundary(HarnessError, "importing the recipe's preload", TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._ready), PRELOAD_TIMEOUT_S)
 
     async def run(self, request: Path, *, timeout_s: float) -> int | None:
         """Exit code of the harness, its tree being gone; None when it ran out of time.
 
         Raises HarnessError when it could not be started or the fork server died.
         """
-        assert self._died is not None, "ready() comes first"
+        assert self._watching is not None, "ready() comes first"
         life_r, life_w = os.pipe()
         status_r, status_w = os.pipe()
         ending = asyncio.ensure_future(_read_all(status_r))
         try:
             self._send(request, life_r, status_w)
-            await asyncio.wait(
-                {ending, self._died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            is_in_time, is_orphan = ending.done(), self._died.done()
+            either: list[asyncio.Future[Any]] = [ending, self._watching]
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            is_in_time, is_orphan = ending.done(), self._watching.done()
         finally:
             os.close(life_w)  # which ends the tree, whatever brought us here
             await asyncio.wait({ending}, timeout=KILL_TIMEOUT_S)
@@ -267,14 +261,14 @@ class _ForkServer:
         self._is_stopped = True
         self._process.kill()
 
-    def close(self) -> None:
-        """Give up what the runner holds of it."""
+    async def close(self) -> None:
+        """End the server and give up what the runner holds of it."""
         self.kill()
-        self._process.wait()
-        for task in (self._is_ready, self._died):
-            if task is not None:
-                task.cancel()
-        self._control.close()
+        if self._watching is None:
+            self._process.wait()
+            self._control.close()
+        else:
+            await self._watching
 
     def _send(self, request: Path, life_r: int, status_w: int) -> None:
         try:
@@ -284,18 +278,18 @@ class _ForkServer:
             os.close(life_r)
             os.close(status_w)
 
-    async def _become_ready(self) -> None:
+    async def _watch(self) -> None:
+        """Tell when the server is ready; return when it is dead."""
         loop = asyncio.get_running_loop()
-        hello = loop.sock_recv(self._control, 16)
-        with boundary(HarnessError, "importing the recipe's preload", TimeoutError, OSError):
-            word = await asyncio.wait_for(hello, PRELOAD_TIMEOUT_S)
-        if word != b"ready":
-            code = await asyncio.to_thread(self._process.wait)
-            raise (HarnessError if code < 0 else ConfigError)(
-                f"the recipe's preload could not be imported; its Python {_died_how(code)}: "
-                f"{_tail(self._log)}"
-            )
-        self._died = asyncio.ensure_future(loop.sock_recv(self._control, 16))
+        with self._control:
+            if await loop.sock_recv(self._control, 16) == b"ready":
+                self._ready.set_result(None)
+                await loop.sock_recv(self._control, 16)
+        code = await asyncio.to_thread(self._process.wait)
+        if not self._ready.done():
+            fault = f"its Python {_died_how(code)}: {_tail(self._log)}"
+            kind = HarnessError if code < 0 else ConfigError
+            self._ready.set_exception(kind(f"the recipe's preload was not imported; {fault}"))
 
 
 def _prepare(folder: Path, *, recipe: Recipe, values: Mapping[str, object]) -> Path:
@@ -327,13 +321,14 @@ def _prepare(folder: Path, *, recipe: Recipe, values: Mapping[str, object]) -> P
 
 def _scrubbed(home: Path) -> dict[str, str]:
     """All that a harness inherits: no RAY_*, no secret, no GPU."""
+    kept = {name: os.environ[name] for name in ("LANG", "TZ") if name in os.environ}
     return {
+        "LANG": "C.UTF-8",
+        **kept,
         "PATH": search_path(),
         "HOME": str(home),
-        "LANG": os.environ.get("LANG", "C.UTF-8"),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        **{name: os.environ[name] for name in ("TZ",) if name in os.environ},
     }
 
 
@@ -381,12 +376,13 @@ def _tail(path: Path, *, num_lines: int = 20, num_bytes: int = 4096) -> str:
 
 
 def _end_of(path: Path, *, num_bytes: int) -> str:
-    """The last bytes of a file as text; empty when there is no such file."""
+    """The last bytes of a file as text; empty when the harness has made something else of it."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            file.seek(max(0, os.fstat(descriptor).st_size - num_bytes))
             return file.read(num_bytes).decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 
@@ -395,28 +391,17 @@ def _in_thread(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
 
     Not an executor: a stuck grader would use up its threads and hold up the process's exit.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()
 
     def call() -> None:
-        value, fault = None, None
         try:
-            value = function(*args)
+            result.set_result(function(*args))
         except BaseException as error:  # noqa: BLE001  # a grader's fault becomes the run's message
-            fault = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-            loop.call_soon_threadsafe(deliver, value, fault)
+            result.set_exception(error)
 
     threading.Thread(target=call, name="grader", daemon=True).start()
-    return result
+    return asyncio.wrap_future(result)
 
 
 def _reward(grading: asyncio.Future[Any], config: HarnessConfig) -> float | None:

@@ -171,8 +171,8 @@ def check_start(config: Config, metrics: Metrics) -> None:
     found = f"The start policy has mean reward {reward:.3f}, {mixed:.0%} of groups mixed"
     if reward < signal.min_reward or mixed < signal.min_mixed:
         raise ConfigError(
-            f"{found}; wanted at least {signal.min_reward:.2f} and {signal.min_mixed:.0%}. The task "
-            "is too hard for it: give partial reward, easier tasks, an example in the prompt or "
+            f"{found}; wanted at least {signal.min_reward:.2f} and {signal.min_mixed:.0%}. The "
+            "task is too hard for it: give partial reward, easier tasks, an example in the prompt, "
             "supervised training first. signal.enabled=false trains all the same."
         )
     if reward > signal.max_reward:

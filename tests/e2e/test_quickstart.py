@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,13 @@ def policy() -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     process = train(folder, "train.num_steps=15", "train.validate_every=5")
     output, _ = process.communicate(timeout=1200)
     print(output)
     assert process.returncode == 0, output[-3000:]
-    yield folder / "quickstart"
+    return folder / "quickstart"
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

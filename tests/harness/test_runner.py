@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -81,6 +82,34 @@ async def test_program_that_is_missing_is_no_fault_of_the_agent(run: Callable[..
         assert "no-such" in result.message
 
 
+async def test_argument_that_no_program_can_take_is_named(run: Callable[..., Any]) -> None:
+    result = await run(task={"text": "a\0b"}, command=["echo", "{task.text}"])
+    assert (result.kind, result.message) == (
+        "infra",
+        "harness could not be started: embedded null byte",
+    )
+
+
+async def test_output_that_became_a_pipe_does_not_stop_the_runner(run: Callable[..., Any]) -> None:
+    result = await run(command=["sh", "-c", "rm ../stdout ../stderr; mkfifo ../stdout ../stderr"])
+    assert (result.kind, result.stdout, result.stderr) == ("ok", "", "")
+
+
+async def test_what_a_preload_did_does_not_show_in_the_program(run: Callable[..., Any]) -> None:
+    env = {"PYTHONPATH": PROGRAMS}
+    result = await run(
+        command=["{python}", f"{PROGRAMS}/shows.py"], env=env, preload=["early", "json.tool"]
+    )
+    seen = json.loads(result.stdout)  # what `early` printed is not there
+    assert seen["is_preloaded"]
+    assert seen["tmp"] == seen["environ"]["TMPDIR"]
+
+
+async def test_broken_pipe_ends_a_program_as_anywhere(run: Callable[..., Any]) -> None:
+    result = await run(command=["sh", "-c", "kill -PIPE $$"])
+    assert result.exit_code == -13  # Python ignores SIGPIPE, and a program would inherit that
+
+
 async def test_slots_bound_how_many_run_at_once(new_runner: Callable[..., Any]) -> None:
     runner = new_runner({"slots": 2}, command=["sleep", "0.3"])
     runs = [runner.run(rollout_of(), BASE_URL, "key") for _ in range(4)]
@@ -126,7 +155,7 @@ async def test_grader_may_decline(run: Callable[..., Any]) -> None:
 
 
 async def test_preload_that_fails_says_why(run: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"could not be imported(.|\n)*No module named 'absent'"):
+    with pytest.raises(ConfigError, match=r"was not imported(.|\n)*No module named 'absent'"):
         await run(command=["{python}", "x.py"], preload=["absent"])
 
 
