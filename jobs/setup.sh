@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # importing vLLM without its byte code costs 20 s in every process
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 DS_ACCELERATOR=cpu
 stamp=.venv/installed
 wanted=$(cat requirements-cpu.lock pyproject.toml | sha256sum)
 if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then

@@ -52,21 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(config: Config) -> int:
     """Train until done, printing a line for each step."""
-    # heavy: Ray and all that hangs on it; a wrong config is told without them
-    from lightning_ray.placement import make_trainer
-    from lightning_ray.run import started
-    from lightning_ray.train.loop import train_loop
+    from lightning_ray.run import started  # heavy: a wrong config is told without Ray
 
     if config.harness is None or config.tasks is None:
         raise _missing(config)
     began_at = time.time()
-    with started(config, say=_say) as parts:
-        _say(f"gateway at {parts.base_url}; starting the trainer")
-        failure: list[BaseException] = []
-        fit = threading.Thread(
-            target=_fit, args=(make_trainer(config, train_loop), failure), daemon=True
-        )
-        fit.start()
+    failure: list[BaseException] = []
+    fit = threading.Thread(target=_fit, args=(config, failure), daemon=True)
+    with started(config, say=_say, meanwhile=fit.start) as parts:
+        _say(f"gateway at {parts.base_url}")
         progress = _Progress(config)
         while fit.is_alive():
             fit.join(0.3)
@@ -105,12 +99,20 @@ def serve(config: Config) -> int:
             signal.pause()
 
 
-def _fit(trainer: Any, failure: list[BaseException]) -> None:
+def _train_loop(settings: dict[str, Any]) -> None:
+    from lightning_ray.train.loop import train_loop  # heavy: only in the workers
+
+    train_loop(settings)
+
+
+def _fit(config: Config, failure: list[BaseException]) -> None:
     from ray.exceptions import RayError
     from ray.train import TrainingFailedError
 
+    from lightning_ray.placement import make_trainer
+
     try:
-        trainer.fit()
+        make_trainer(config, _train_loop).fit()
     except (TrainingFailedError, RayError) as error:
         failure.append(_cause(error))
 

@@ -1,4 +1,4 @@
-"""Rewards of a group -> advantages of its rollouts. Pure."""
+"""Rewards of a group -> advantages of its rollouts; whether there is any signal in them. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from lightning_ray.config import SignalConfig
+from lightning_ray.errors import ConfigError
 
 
 def center(rewards: Sequence[float | None], *, scale: bool) -> list[float]:
@@ -28,3 +31,23 @@ def center(rewards: Sequence[float | None], *, scale: bool) -> list[float]:
     if math.isclose(spread, 0.0, abs_tol=1e-12):
         return [0.0 for _ in rewards]
     return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
+
+
+def check_signal(settings: SignalConfig, *, reward_mean: float, mixed_share: float) -> None:
+    """ConfigError when a start policy cannot learn: credit only amplifies what it already does.
+
+    reward_mean: over the scored rollouts of the first step.
+    mixed_share: share of its groups whose rewards differ.
+    """
+    found = f"The start policy has mean reward {reward_mean:.3f}, {mixed_share:.0%} of groups mixed"
+    if not (reward_mean >= settings.min_reward and mixed_share >= settings.min_mixed):
+        raise ConfigError(
+            f"{found}; wanted at least {settings.min_reward:.2f} and {settings.min_mixed:.0%}. The "
+            "task is too hard for it: give partial reward, easier tasks, an example in the prompt "
+            "or supervised training first. signal.enabled=false trains all the same."
+        )
+    if reward_mean > settings.max_reward:
+        raise ConfigError(
+            f"{found}; wanted at most {settings.max_reward:.2f}. There is little left to learn: "
+            "take harder tasks. signal.enabled=false trains all the same."
+        )

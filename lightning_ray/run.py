@@ -17,11 +17,12 @@ from typing import Any
 import ray
 
 from lightning_ray.collect import Collector, load_tasks
-from lightning_ray.config import Config
-from lightning_ray.engine.actor import call_all, start_engines
+from lightning_ray.config import Config, load_function
+from lightning_ray.engine.actor import answers, start_engines
 from lightning_ray.errors import ConfigError
 from lightning_ray.gateway.deploy import serve_environment, start_gateway, stop_gateway
 from lightning_ray.gateway.gate import Gate
+from lightning_ray.harness.recipe import load_recipe
 from lightning_ray.harness.runner import start_runners
 from lightning_ray.placement import engine_share, make_group
 from lightning_ray.store import Store
@@ -46,28 +47,29 @@ class Parts:
 
 
 @contextlib.contextmanager
-def started(config: Config, *, say: Callable[[str], None]) -> Iterator[Parts]:
+def started(
+    config: Config, *, say: Callable[[str], None], meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[Parts]:
     """The parts of a run, up to the gateway answering; all are gone when the block ends.
 
-    say: told in a few words what is being started.
+    say:       told in a few words what is being started.
+    meanwhile: called while the engines load their model, once the placement group exists.
     """
     _check(config)
     _prepare_folder(config)
     os.environ.update(serve_environment(config))
-    is_local = not ray.is_initialized()
-    if is_local:
-        _init(config)
+    is_local = not os.environ.get("RAY_ADDRESS")
+    _init(config, is_local=is_local)
     parts: Parts | None = None
     try:
-        parts = _start(config, say)
+        parts = _start(config, say, meanwhile)
         yield parts
     finally:
         _close(parts)
-        if is_local:
-            ray.shutdown()  # ends Serve and every process of the run with it
-        else:
+        if not is_local:
             with contextlib.suppress(ray.exceptions.RayError):
                 stop_gateway()
+        ray.shutdown()  # on this machine it ends Serve, and every process of the run, too
 
 
 def _check(config: Config) -> None:
@@ -77,6 +79,9 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"model.path must be a Hugging Face model folder; `{folder}` has no config.json"
         )
+    if config.harness is not None:
+        load_recipe(config.harness.recipe, root=os.getcwd())
+        load_function(config.harness.grader, root=os.getcwd())
     if config.tasks is not None:
         for spec in (config.tasks.train, config.tasks.validate_):
             load_tasks(spec, root=os.getcwd())
@@ -92,14 +97,14 @@ def _prepare_folder(config: Config) -> None:
     (config.run_dir / "config.json").write_text(text + "\n")
 
 
-def _init(config: Config) -> None:
+def _init(config: Config, *, is_local: bool) -> None:
     """Ray on this machine, or the cluster that RAY_ADDRESS names."""
     environment = {
         "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
     }
     namespace = f"lr-{config.name}"
     runtime_env = {"env_vars": environment}
-    if os.environ.get("RAY_ADDRESS"):
+    if not is_local:
         ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False)
         return
     num_cpus = max(os.cpu_count() or 1, config.engine.count + 1)
@@ -109,7 +114,7 @@ def _init(config: Config) -> None:
     )  # fmt: skip
 
 
-def _start(config: Config, say: Callable[[str], None]) -> Parts:
+def _start(config: Config, say: Callable[[str], None], meanwhile: Callable[[], None]) -> Parts:
     namespace = ray.get_runtime_context().namespace
     secret = secrets.token_urlsafe(32)
     gate = ray.remote(num_cpus=0, max_concurrency=1000)(Gate).options(name="gate").remote()
@@ -120,13 +125,15 @@ def _start(config: Config, say: Callable[[str], None]) -> Parts:
     engines = start_engines(
         config, group=make_group(config), secret=secret, share=engine_share(config)
     )
+    loading = [engine.start.remote() for engine in engines]
     parts = Parts("", secret, gate, store, engines)
-    if config.harness is not None:
-        parts.runners = start_runners(
-            config.harness, model=config.model.served_name, root=os.getcwd()
-        )
     try:
-        parts.engine_urls = call_all(engines, "start", timeout_s=config.engine.start_timeout_s)
+        meanwhile()
+        if config.harness is not None:
+            parts.runners = start_runners(
+                config.harness, model=config.model.served_name, root=os.getcwd()
+            )
+        parts.engine_urls = answers(loading, "start", timeout_s=config.engine.start_timeout_s)
         say("starting the gateway")
         parts.base_url = start_gateway(
             config, engine_urls=parts.engine_urls, secret=secret, namespace=namespace

@@ -54,9 +54,8 @@ def main() -> None:
     for clients in options.clients:
         for name, url in (("engine", engine_url), ("gateway", base_url)):
             rate, p50, p99 = asyncio.run(_load(url, name, body, clients, options.seconds))
-            print(
-                f"{clients:>3} clients  {name:<8} {rate:7.0f}/s  p50 {p50:6.1f} ms  p99 {p99:6.1f} ms"
-            )
+            who = f"{clients:>3} clients  {name:<8}"
+            print(f"{who} {rate:7.0f}/s  p50 {p50:6.1f} ms  p99 {p99:6.1f} ms")
     stop_gateway()
     ray.shutdown()
 

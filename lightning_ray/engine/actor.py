@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lightning_ray.config import Config
-from lightning_ray.errors import EngineError, WeightsError
+from lightning_ray.errors import EngineError, LightningError, WeightsError
 
 _TRANSFER = "lightning_ray.engine.transfer"
 
@@ -191,17 +192,27 @@ def call_all(
 ) -> list[Any]:
     """The answers of every engine to one method; EngineError names the one that fails."""
     refs = [getattr(engine, method).remote(*args) for engine in engines]
-    answers = []
+    return answers(refs, method, timeout_s=timeout_s)
+
+
+def answers(refs: Sequence[Any], method: str, *, timeout_s: float) -> list[Any]:
+    """What the engines answered to calls already made; EngineError names the one that failed."""
+    deadline = time.monotonic() + timeout_s
+    found = []
     for index, ref in enumerate(refs):
         try:
-            answers.append(ray.get(ref, timeout=timeout_s))
+            found.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
+        except LightningError:
+            raise
         except ray.exceptions.RayActorError as error:
             raise EngineError(f"engine/{index} died in `{method}`: {error}") from error
         except ray.exceptions.GetTimeoutError as error:
             raise EngineError(
                 f"engine/{index} did not answer `{method}` within {timeout_s:.0f} s"
             ) from error
-    return answers
+        except ray.exceptions.RayTaskError as error:
+            raise EngineError(f"engine/{index} failed in `{method}`: {error.cause}") from error
+    return found
 
 
 def _node_address() -> str:

@@ -20,6 +20,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil  # noqa: F401  # which runpy imports when it is called: 4 ms in each fork
 import resource
 import runpy
 import select
@@ -36,6 +37,7 @@ from typing import NoReturn, TypedDict
 
 GRACE_S = 0.5
 """Between SIGTERM and SIGKILL."""
+_LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -114,6 +116,7 @@ def _guard(path: str, life_r: int, status_w: int) -> NoReturn:
     ending = "killed" if status is None else f"exit {os.waitstatus_to_exitcode(status)}"
     if not _tell(status_w, ending):  # the runner is gone, and with it who would tidy up
         shutil.rmtree(Path(path).parents[1], ignore_errors=True)
+    os.close(status_w)  # the kernel would take the memory apart first
     os._exit(0)
 
 
@@ -290,7 +293,7 @@ def _tell(status_w: int, text: str) -> bool:
 
 
 def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    _LIBC.prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

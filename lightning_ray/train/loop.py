@@ -15,7 +15,7 @@ from ray.train import Checkpoint
 
 from lightning_ray.collect import Group
 from lightning_ray.config import Config
-from lightning_ray.credit import center
+from lightning_ray.credit import center, check_signal
 from lightning_ray.errors import ConfigError, WeightsError
 from lightning_ray.metrics import Metrics, summarise, timed
 from lightning_ray.samples import build_samples
@@ -32,8 +32,8 @@ MAX_BARREN_STEPS = 3
 def train_loop(settings: dict[str, Any]) -> None:
     """Train one policy: collect, samples, credit, batch, sleep, update, publish."""
     config: Config = settings["config"]
-    run = _Run(config)
     policy = Policy(config)
+    run = _Run(config)
     publisher = Publisher(config, engines=run.engines, policy=policy, rank=run.rank)
     publisher.publish(policy.version)  # engines begin on the loaded weights
     run.open_gate()
@@ -99,7 +99,7 @@ class _Run:
         context = ray.train.get_context()
         self.config = config
         self.rank, self.num_ranks = context.get_world_rank(), context.get_world_size()
-        self.collector = ray.get_actor("collector")
+        self.collector = _await_actor("collector", timeout_s=config.engine.start_timeout_s)
         self.gate = ray.get_actor("gate")
         self.engines = [ray.get_actor(f"engine/{i}") for i in range(config.engine.count)]
         self.journal = _Journal(config.run_dir, is_writer=self.rank == 0)
@@ -146,7 +146,11 @@ class _Run:
         """Stop a run that cannot learn, and say what to change."""
         self._num_barren = self._num_barren + 1 if is_barren else 0
         if step == 0 and self.config.signal.enabled:
-            check_start(self.config, metrics)
+            check_signal(
+                self.config.signal,
+                reward_mean=metrics["rollout/reward_mean"],
+                mixed_share=metrics["rollout/mixed_groups_share"],
+            )
         if metrics["rollout/num_scored"] == 0 or self._num_barren > MAX_BARREN_STEPS:
             kinds = {k: int(v) for k, v in metrics.items() if k.startswith("rollout/num_")}
             raise ConfigError(
@@ -164,22 +168,16 @@ class _Run:
             )
 
 
-def check_start(config: Config, metrics: Metrics) -> None:
-    """The signal gate: group-relative credit only amplifies what the start policy already does."""
-    reward, mixed = metrics["rollout/reward_mean"], metrics["rollout/mixed_groups_share"]
-    signal = config.signal
-    found = f"The start policy has mean reward {reward:.3f}, {mixed:.0%} of groups mixed"
-    if reward < signal.min_reward or mixed < signal.min_mixed:
-        raise ConfigError(
-            f"{found}; wanted at least {signal.min_reward:.2f} and {signal.min_mixed:.0%}. The "
-            "task is too hard for it: give partial reward, easier tasks, an example in the prompt, "
-            "supervised training first. signal.enabled=false trains all the same."
-        )
-    if reward > signal.max_reward:
-        raise ConfigError(
-            f"{found}; wanted at most {signal.max_reward:.2f}. There is little left to learn: take "
-            "harder tasks. signal.enabled=false trains all the same."
-        )
+def _await_actor(name: str, *, timeout_s: float) -> Any:
+    """The named actor, as soon as the driver has started it; it is the last of the run's parts."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get_actor(name)
+        except ValueError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 class _Journal:
