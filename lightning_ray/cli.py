@@ -7,7 +7,6 @@ import json
 import logging
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -52,23 +51,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(config: Config) -> int:
     """Train until done, printing a line for each step."""
-    from lightning_ray.run import started  # heavy: a wrong config is told without Ray
+    import ray  # heavy: a wrong config is told without it
+
+    from lightning_ray.run import started
 
     if config.harness is None or config.tasks is None:
         raise _missing(config)
     began_at = time.time()
-    failure: list[BaseException] = []
-    fit = threading.Thread(target=_fit, args=(config, failure), daemon=True)
-    with started(config, say=_say, meanwhile=fit.start) as parts:
+    failure: LightningError | None = None
+    with started(config, say=_say, loop=_train_loop) as parts:
         _say(f"gateway at {parts.base_url}")
         progress = _Progress(config)
-        while fit.is_alive():
-            fit.join(0.3)
+        while not (done := ray.wait([parts.fitted], timeout=0.3)[0]):
             progress.print_new()
         progress.print_new()
+        try:
+            ray.get(done)
+        except ray.exceptions.RayError as error:
+            failure = _cause(error)
     _summarise(config, wall_s=time.time() - began_at)
-    if failure:
-        raise failure[0]
+    if failure is not None:
+        raise failure
     return 0
 
 
@@ -105,19 +108,7 @@ def _train_loop(settings: dict[str, Any]) -> None:
     train_loop(settings)
 
 
-def _fit(config: Config, failure: list[BaseException]) -> None:
-    from ray.exceptions import RayError
-    from ray.train import TrainingFailedError
-
-    from lightning_ray.placement import make_trainer
-
-    try:
-        make_trainer(config, _train_loop).fit()
-    except (TrainingFailedError, RayError) as error:
-        failure.append(_cause(error))
-
-
-def _cause(error: BaseException) -> BaseException:
+def _cause(error: BaseException) -> LightningError:
     """The first error of ours in the chain, as our own class; else the error as it came."""
     worker_failures = getattr(error, "worker_failures", None) or {}
     for inner in (*worker_failures.values(), error):

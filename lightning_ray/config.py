@@ -92,7 +92,7 @@ class HarnessConfig(_Section):
     grader: str
     """`module:function`; called as function(task, workdir, stdout) after the harness has exited."""
     timeout_s: float = Field(600.0, gt=0)
-    """Of one attempt, waiting for weights not counted."""
+    """Of one attempt, waiting for weights included."""
     grader_timeout_s: float = Field(60.0, gt=0)
     runners: int = Field(1, ge=1)
     """Ray actors that run harnesses."""

@@ -56,24 +56,31 @@ def engine_share(config: Config) -> dict[str, float]:
     return _share(config, ENGINE_SHARE)
 
 
-def make_trainer(config: Config, loop: Callable[[dict[str, Any]], Any]) -> TorchTrainer:
-    """A Ray Train trainer whose workers live in the run's group."""
-    is_gpu = config.engine.device == "gpu"
-    return ColocatedTorchTrainer(
-        loop,
-        train_loop_config={"config": config},
-        torch_config=TorchConfig(backend="nccl" if is_gpu else "gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=config.train.num_workers or config.engine.count,
-            use_gpu=is_gpu,
-            resources_per_worker=_share(config, TRAINER_SHARE),
-        ),
-        run_config=RunConfig(
-            name="checkpoints",
-            storage_path=str(config.run_dir),
-            failure_config=FailureConfig(max_failures=0),
-        ),
-    )
+class Trainer:
+    """Runs Ray Train to its end; an actor, so that killing it ends the controller and every rank.
+
+    `fit` blocks its caller for the whole run, and Ray crashes a driver that is shut down while one
+    of its threads waits in it.
+    """
+
+    def fit(self, config: Config, loop: Callable[[dict[str, Any]], Any]) -> None:
+        """Run `loop` on every rank, in the run's placement group."""
+        is_gpu = config.engine.device == "gpu"
+        ColocatedTorchTrainer(
+            loop,
+            train_loop_config={"config": config},
+            torch_config=TorchConfig(backend="nccl" if is_gpu else "gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=config.train.num_workers or config.engine.count,
+                use_gpu=is_gpu,
+                resources_per_worker=_share(config, TRAINER_SHARE),
+            ),
+            run_config=RunConfig(
+                name="checkpoints",
+                storage_path=str(config.run_dir),
+                failure_config=FailureConfig(max_failures=0),
+            ),
+        ).fit()
 
 
 def _share(config: Config, share: float) -> dict[str, float]:
@@ -102,10 +109,6 @@ class ColocatedTorchTrainer(TorchTrainer):
         return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        # the parent names its controller class inside this call only
-        original = train_api.TrainController
+        # the parent looks its controller's class up by this name
         train_api.TrainController = _BorrowingController
-        try:
-            return super()._initialize_and_run_controller(**arguments)
-        finally:
-            train_api.TrainController = original
+        return super()._initialize_and_run_controller(**arguments)

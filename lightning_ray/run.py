@@ -24,7 +24,7 @@ from lightning_ray.gateway.deploy import serve_environment, start_gateway, stop_
 from lightning_ray.gateway.gate import Gate
 from lightning_ray.harness.recipe import load_recipe
 from lightning_ray.harness.runner import start_runners
-from lightning_ray.placement import engine_share, make_group
+from lightning_ray.placement import Trainer, engine_share, make_group
 from lightning_ray.store import Store
 
 log = logging.getLogger(__name__)
@@ -44,16 +44,22 @@ class Parts:
     engine_urls: list[str] = field(default_factory=list)
     runners: list[Any] = field(default_factory=list)
     collector: Any = None
+    trainer: Any = None
+    fitted: Any = None
+    """Ready when training has ended; raises what ended it."""
 
 
 @contextlib.contextmanager
 def started(
-    config: Config, *, say: Callable[[str], None], meanwhile: Callable[[], None] = lambda: None
+    config: Config,
+    *,
+    say: Callable[[str], None],
+    loop: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Iterator[Parts]:
     """The parts of a run, up to the gateway answering; all are gone when the block ends.
 
-    say:       told in a few words what is being started.
-    meanwhile: called while the engines load their model, once the placement group exists.
+    say:  told in a few words what is being started.
+    loop: run by every train worker; they are started while the engines load their model.
     """
     _check(config)
     _prepare_folder(config)
@@ -62,7 +68,7 @@ def started(
     _init(config, is_local=is_local)
     parts: Parts | None = None
     try:
-        parts = _start(config, say, meanwhile)
+        parts = _start(config, say, loop)
         yield parts
     finally:
         _close(parts)
@@ -114,7 +120,9 @@ def _init(config: Config, *, is_local: bool) -> None:
     )  # fmt: skip
 
 
-def _start(config: Config, say: Callable[[str], None], meanwhile: Callable[[], None]) -> Parts:
+def _start(
+    config: Config, say: Callable[[str], None], loop: Callable[[dict[str, Any]], Any] | None
+) -> Parts:
     namespace = ray.get_runtime_context().namespace
     secret = secrets.token_urlsafe(32)
     gate = ray.remote(num_cpus=0, max_concurrency=1000)(Gate).options(name="gate").remote()
@@ -128,7 +136,9 @@ def _start(config: Config, say: Callable[[str], None], meanwhile: Callable[[], N
     loading = [engine.start.remote() for engine in engines]
     parts = Parts("", secret, gate, store, engines)
     try:
-        meanwhile()
+        if loop is not None:
+            parts.trainer = ray.remote(num_cpus=0)(Trainer).options(name="trainer").remote()
+            parts.fitted = parts.trainer.fit.remote(config, loop)
         if config.harness is not None:
             parts.runners = start_runners(
                 config.harness, model=config.model.served_name, root=os.getcwd()
@@ -150,9 +160,11 @@ def _start(config: Config, say: Callable[[str], None], meanwhile: Callable[[], N
 
 
 def _close(parts: Parts | None) -> None:
-    """Runners first, so that nothing calls any more; then the store is sealed."""
+    """Trainer and runners first, so that nothing calls any more; then the store is sealed."""
     if parts is None:
         return
+    if parts.trainer is not None:
+        ray.kill(parts.trainer)
     closing = [runner.close.remote() for runner in parts.runners]
     _wait(closing)
     _wait([parts.store.close.remote()])

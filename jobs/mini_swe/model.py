@@ -56,11 +56,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("models/smollm2"))
     args = parser.parse_args()
-    if args.out.exists():
-        print(f"{args.out} is there already")
-        return
-    convert(weights_file(), args.out)
-    print(f"written to {args.out}")
+    if not args.out.exists():
+        convert(weights_file(), args.out)
+    (args.out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    print(f"{args.out} is there")
 
 
 def weights_file() -> Path:
@@ -86,7 +85,6 @@ def convert(source: Path, out: Path) -> None:
     # save_pretrained of transformers 5.19 refuses a model it believes to be quantized
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
     model.config.__dict__.pop("quantization_config", None)
-    tokenizer.chat_template = CHAT_TEMPLATE
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(partial)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_ray.config import HarnessConfig
+from lightning_ray.errors import ConfigError
 from lightning_ray.harness.runner import start_runners
 from tests.harness.processes import (
     BASE_URL,
@@ -62,11 +63,12 @@ async def test_tree_dies_when_the_run_is_cancelled(
 
 
 async def test_tree_dies_at_the_deadline(run: Callable[..., Any], tmp_path: Path) -> None:
-    result = await run({"timeout_s": 0.7}, command=command("stubborn", tmp_path / "pids"))
+    program = f"trap '' TERM; sleep 600 & echo $$ $! > {tmp_path}/pids; wait"
+    result = await run({"timeout_s": 1.5}, command=["sh", "-c", program])
     assert result.kind == "timeout"
     assert result.exit_code is None
     assert result.reward is None
-    assert result.message == "harness was still running after 0.7 s (harness.timeout_s)"
+    assert result.message == "harness was still running after 1.5 s (harness.timeout_s)"
     assert not any(map(is_running, await pids_in(tmp_path / "pids")))
 
 
@@ -137,6 +139,22 @@ async def test_tree_dies_with_its_actor(ray_cluster: Any, tmp_path: Path, ending
     gc.collect()
     assert await are_gone([*tree, server, worker], within_s=20)
     assert await is_removed(folder.parent)
+
+
+@pytest.mark.heavy
+async def test_actor_tells_of_a_task_that_does_not_fit_its_recipe(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text("command: [echo, '{task.question}']")
+    config = HarnessConfig(
+        recipe=str(tmp_path / "recipe.yaml"), grader="tests.harness.graders:one", slots=1
+    )
+    (runner,) = start_runners(config, root=ROOT)
+    with pytest.raises(ConfigError, match=r"`\{task.question\}` is not known"):
+        await runner.run.remote(rollout_of(prompt="?"), BASE_URL, "key")
+    result = await runner.run.remote(rollout_of(question="!"), BASE_URL, "key")
+    assert (result.kind, result.stdout) == ("ok", "!")
+    await runner.close.remote()
 
 
 @pytest.fixture(scope="module")
