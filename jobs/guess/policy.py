@@ -23,7 +23,7 @@ def main() -> None:
     args = parser.parse_args()
     chance = random.Random(args.seed)
     games = [play(chance) for _ in range(8000)]
-    make_policy(games, CONSTANTS, args.out, args.seed, updates=500)
+    make_policy(games, CONSTANTS, args.out, args.seed, updates=1000)
 
 
 def play(chance: random.Random) -> Messages:
