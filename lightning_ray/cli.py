@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.add_argument("--rollout", help="print this rollout's calls")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
     try:
         if options.command == "show":
             return _show(options.run, options.rollout)

@@ -18,6 +18,7 @@ import tempfile
 import time
 
 import aiohttp
+import msgspec
 import ray
 
 from lightning_ray import wire
@@ -117,9 +118,7 @@ def _stub(pipe: multiprocessing.connection.Connection) -> None:
 
     raw = bytes(4 * 16)
     capture = wire.Capture(bytes(4 * 2000), raw, raw, raw, "stop")
-    head = wire.msgspec.json.encode(
-        {"status": 200, "headers": [["content-type", "application/json"]]}
-    )
+    head = msgspec.json.encode({"status": 200, "headers": [["content-type", "application/json"]]})
     reply = (
         wire.frame(wire.HEAD, head)
         + wire.frame(wire.BODY, b'{"choices":[]}')

@@ -56,6 +56,8 @@ class Engine:
         if config.engine.device == "cpu":
             # the worker inside the core's process: one process less to start
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            # vLLM compiles its CPU sampler even when eager: a minute of g++ on a fresh machine
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
     async def start(self) -> str:
         """Load the model, serve it, and return the base URL; EngineError when it cannot."""

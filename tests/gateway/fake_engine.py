@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -58,7 +59,7 @@ class FakeEngine:
         response = web.StreamResponse(headers={"content-type": wire.MEDIA_TYPE})
         await response.prepare(request)
         head = {"status": status, "headers": list(map(list, headers.items()))}
-        await response.write(wire.frame(wire.HEAD, wire.msgspec.json.encode(head)))
+        await response.write(wire.frame(wire.HEAD, msgspec.json.encode(head)))
         for chunk in chunks:
             await response.write(wire.frame(wire.BODY, chunk))
         if self.cut_replies:
