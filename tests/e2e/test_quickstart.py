@@ -47,7 +47,7 @@ def policy() -> Path:
 @pytest.fixture(scope="module")
 def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    process = train(folder, "train.num_steps=15", "train.validate_every=5")
+    process = train(folder)
     output, _ = process.communicate(timeout=1200)
     print(output)
     assert process.returncode == 0, output[-3000:]
