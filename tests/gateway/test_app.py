@@ -46,7 +46,7 @@ class World:
 
 
 def make_key(
-    rollout: str = "r1", attempt: int = 0, *, mode: Any = "train", left_s: float = 60.0
+    rollout: str = "r1", attempt: int = 0, *, mode: Any = "train", left_s: float = 86400.0
 ) -> str:
     return sign(Claims(rollout, attempt, mode, time.time() + left_s), secret=SECRET)
 
