@@ -114,9 +114,13 @@ class Collector:
         if max(ages, default=0) > self.config.collect.max_age:
             return
         while len(self._running) < window:
-            run = self._run_group(self._next_task(), step, mode="train",
-                                  size=self.config.collect.group_size)  # fmt: skip
-            self._running.append(asyncio.create_task(run, name=str(step)))
+            groups = self._run_group(
+                self._next_task(), step, mode="train", size=self.config.collect.group_size
+            )
+            run = asyncio.create_task(groups, name=str(step))
+            # a fault is raised by the step that meets it; the same fault elsewhere is not news
+            run.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._running.append(run)
 
     def _next_task(self) -> Task:
         """Tasks in an order shuffled anew for each pass, by the run's seed."""
