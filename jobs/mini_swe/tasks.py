@@ -61,6 +61,19 @@ def validate() -> list[Task]:
     ]
 
 
+def grade_partly(task: Task, workdir: Path, stdout: str) -> float:
+    """As `grade`, and a little for an agent that fails but at least writes code.
+
+    A model of SmolLM2's size does not solve these tasks, and without a difference in reward there is
+    nothing to learn from.
+    """
+    if grade(task, workdir, stdout) == 1.0:
+        return 1.0
+    if "```bash" in stdout or "```sh" in stdout or "<tool_call>" in stdout:
+        return 0.1
+    return 0.05 if "```" in stdout else 0.0
+
+
 def grade(task: Task, workdir: Path, stdout: str) -> float:
     """1.0 when the task's check passes in the folder the agent worked in, else 0.0.
 
