@@ -64,8 +64,8 @@ def validate() -> list[Task]:
 def grade_partly(task: Task, workdir: Path, stdout: str) -> float:
     """As `grade`, and a little for an agent that fails but at least writes code.
 
-    A model of SmolLM2's size does not solve these tasks, and without a difference in reward there is
-    nothing to learn from.
+    A model of SmolLM2's size does not solve these tasks, and without a difference in reward there
+    is nothing to learn from.
     """
     if grade(task, workdir, stdout) == 1.0:
         return 1.0
