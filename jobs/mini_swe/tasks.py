@@ -69,9 +69,9 @@ def grade_partly(task: Task, workdir: Path, stdout: str) -> float:
     """
     if grade(task, workdir, stdout) == 1.0:
         return 1.0
-    if "```bash" in stdout or "```sh" in stdout or "<tool_call>" in stdout:
-        return 0.1
-    return 0.05 if "```" in stdout else 0.0
+    said = workdir.parent / "home" / "trajectory.json"  # mini's own record, by the recipe
+    text = said.read_text() if said.is_file() else ""
+    return 0.1 * min(text.count("```"), 4) / 4
 
 
 def grade(task: Task, workdir: Path, stdout: str) -> float:
