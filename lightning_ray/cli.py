@@ -33,13 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show = commands.add_parser("show", help="runs, rollouts, one trajectory")
     show.add_argument("run", nargs="?", help="a run's folder, e.g. runs/quickstart")
     show.add_argument("--rollout", help="print this rollout's calls")
+    show.add_argument("--explain", action="store_true", help="why its calls did not join")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     try:
         if options.command == "show":
-            return _show(options.run, options.rollout)
+            return _show(options.run, options.rollout, explain=options.explain)
         config = load_config(options.config, options.overrides)
         return train(config) if options.command == "train" else serve(config)
     except LightningError as error:
@@ -209,7 +210,7 @@ def _summarise(config: Config, *, wall_s: float) -> None:
     console.print(f"rollouts   lightning-ray show {config.run_dir}")
 
 
-def _show(run: str | None, rollout: str | None) -> int:
+def _show(run: str | None, rollout: str | None, *, explain: bool) -> int:
     """Runs, or a run's rollouts, or one rollout's calls."""
     if run is None:
         for folder in sorted(Path("runs").glob("*/config.json")):
@@ -229,7 +230,11 @@ def _show(run: str | None, rollout: str | None) -> int:
     if not chosen:
         print(f"lightning-ray: no rollout `{rollout}` in {run}", file=sys.stderr)
         return 1
-    _show_trajectory(chosen[0], json.loads((folder / "config.json").read_text())["model"]["path"])
+    from transformers import AutoTokenizer
+
+    model = json.loads((folder / "config.json").read_text())["model"]["path"]
+    show = _explain if explain else _show_trajectory
+    show(chosen[0], AutoTokenizer.from_pretrained(model))
     return 0
 
 
@@ -247,10 +252,8 @@ def _show_rollouts(trajectories: Sequence[Any]) -> None:
     console.print(table)
 
 
-def _show_trajectory(trajectory: Any, model_path: str) -> None:
+def _show_trajectory(trajectory: Any, tokenizer: Any) -> None:
     """The calls, then the samples they become: context dim, trained tokens green."""
-    from transformers import AutoTokenizer
-
     from lightning_ray.samples import build_samples
 
     rollout, outcome = trajectory.rollout, trajectory.outcome
@@ -263,11 +266,10 @@ def _show_trajectory(trajectory: Any, model_path: str) -> None:
     for call in trajectory.calls:
         versions = sorted(set(call.versions.tolist()))
         console.print(
-            f"call {call.index}  {call.dialect}  {call.status}  prompt {len(call.prompt_ids)}  "
-            f"sampled {len(call.sampled_ids)}  version {versions}  {call.finish_reason}  "
-            f"{call.duration_s:.2f} s"
+            f"call {call.index}  {call.dialect}  {call.kind}  {call.status}  "
+            f"prompt {len(call.prompt_ids)}  sampled {len(call.sampled_ids)}  version {versions}  "
+            f"{call.finish_reason}  {call.joined or ''}  {call.duration_s:.2f} s"
         )
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
     samples = build_samples(
         trajectory.calls, rollout_id=rollout.rollout_id, group_id=rollout.group_id
     )
@@ -279,6 +281,30 @@ def _show_trajectory(trajectory: Any, model_path: str) -> None:
             style = "green" if is_trained else "dim"
             console.print(tokenizer.decode(ids), style=style, markup=False, end="")
         console.print()
+
+
+def _explain(trajectory: Any, tokenizer: Any) -> None:
+    """The tree, call by call: what each continues, and where and why it parts from the nearest."""
+    from lightning_ray.samples import discarded, link
+
+    unused = {call.index for call in discarded(trajectory.calls)}
+    for place in link(trajectory.calls):
+        call, nearest = place.call, place.nearest
+        head = f"call {call.index}  {call.kind}  {call.thread or ''}  version "
+        head += f"{sorted(set(call.versions.tolist()))}  {call.joined or ''}"
+        console.print(head + ("  (its answer never came back)" if call.index in unused else ""))
+        if nearest is None:
+            console.print("  begins a sequence of its own")
+        elif place.continues:
+            console.print(
+                f"  continues call {nearest.index}: {place.num_shared} tokens as they were"
+            )
+        else:
+            console.print(f"  parts from call {nearest.index} after {place.num_shared} tokens")
+            was = [*nearest.prompt_ids, *nearest.sampled_ids]
+            for name, ids in (("was", was), ("is ", call.prompt_ids)):
+                text = tokenizer.decode(ids[place.num_shared :][:12])
+                console.print(f"    {name} {text!r}", markup=False)
 
 
 def _runs(sample: Any) -> list[tuple[bool, list[int]]]:

@@ -64,6 +64,9 @@ class EngineConfig(_Section):
     """Sequences decoded at once."""
     kv_cache_bytes: int | None = Field(None, ge=1 << 20)
     """Size of the KV cache; None: what vLLM finds free."""
+    continuation: Literal["off", "exact", "keep_reasoning"] = "exact"
+    """`exact`: a turn that comes back meaning what was sampled keeps its sampled tokens;
+    `keep_reasoning`: also one whose reasoning the template or the harness took out."""
     args: list[str] = []
     """More arguments of `vllm serve`, as on its command line."""
     start_timeout_s: float = Field(600.0, gt=0)
@@ -82,6 +85,17 @@ class GatewayConfig(_Section):
     (RAY_SERVE_ENABLE_HA_PROXY=1): it opens fixed ports on every interface. Off: Serve's proxy."""
     hold_s: float = Field(900.0, gt=0)
     """Longest a call waits while weights move, before it is told 503."""
+    engine_s: float = Field(60.0, gt=0)
+    """Longest a call waits for an engine that does not answer."""
+    headers_s: float = Field(10.0, gt=0)
+    """When the headers of a reply that is not ready leave, with the first keep-alive."""
+    keep_alive_s: float = Field(4.0, gt=0)
+    """Between keep-alives."""
+    grace_s: float = Field(20.0, gt=0)
+    """How long a call is sampled on after its harness has left: it may ask again."""
+    reply: Literal["recorded", "live"] = "recorded"
+    """`recorded`: a reply leaves when the whole of it is durable. `live`: a stream passes through
+    as it comes, and only its end waits for the record."""
 
 
 class HarnessConfig(_Section):
@@ -168,6 +182,11 @@ class CollectConfig(_Section):
 
 class TrainConfig(_Section):
     """The optimiser and its schedule."""
+
+    kinds: list[Literal["main", "subagent", "compaction", "title", "commit-message"]] = [
+        "main", "subagent", "compaction",
+    ]  # fmt: skip
+    """Calls to learn from, by what they are for; the others are recorded only."""
 
     num_steps: int = Field(100, ge=0)
     num_workers: int | None = Field(None, ge=1)

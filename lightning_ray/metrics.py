@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from lightning_ray.samples import discarded
 from lightning_ray.schema import Sample, Trajectory
 
 Metrics = dict[str, float]
@@ -44,12 +45,18 @@ def summarise(groups: Sequence[Sequence[Trajectory]], samples: Sequence[Sample])
         "call/num_per_rollout": len(calls) / max(len(trajectories), 1),
         "call/num_sampled_tokens": sum(sampled),
         "call/num_prompt_tokens": sum(len(call.prompt_ids) for call in calls),
+        "call/num_failed": sum(call.status >= 400 for call in calls),
+        "call/num_discarded": sum(len(discarded(t.calls)) for t in trajectories),
         "sample/num": len(samples),
         "sample/num_per_rollout": len(samples) / max(len({s.rollout_id for s in samples}), 1),
     }
+    joins = Counter(call.joined for call in calls if call.joined)
+    uses = Counter(call.kind for call in calls if call.kind)
     return {
         **{name: float(value) for name, value in metrics.items()},
         **{f"rollout/num_{kind}": float(num) for kind, num in sorted(kinds.items())},
+        **{f"call/num_{kind}": float(num) for kind, num in sorted(uses.items())},
+        **{f"call/joined_{reason}": float(num) for reason, num in sorted(joins.items())},
     }
 
 

@@ -2,56 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_ray.schema import Call, Sample
 
+TRAINED_KINDS = ("main", "subagent", "compaction")
 
-def build_samples(calls: Iterable[Call], *, rollout_id: str, group_id: str) -> list[Sample]:
+
+def build_samples(
+    calls: Iterable[Call],
+    *,
+    rollout_id: str,
+    group_id: str,
+    kinds: Collection[str] = TRAINED_KINDS,
+) -> list[Sample]:
     """The root-to-leaf sequences of a rollout; every sampled token is trained in exactly one.
 
     A call joins the longest open sequence that its prompt begins with, token for token; what the
     prompt adds is context (mask False). Any other call opens a sequence of its own: a sub-agent, a
     retry, a compaction, or a history the harness changed. Nothing is repaired. Calls without
-    sampled tokens leave no trace.
+    sampled tokens leave no trace. A call of a kind that is not in `kinds` (a session's title, say)
+    is context only, and a sequence of nothing else is left out.
 
     prompts [1,2]+[3], [1,2,3,4]+[5], [9]+[8]  ->  [1,2,3,4,5] and [9,8], with masks
     [0,0,1,0,1] and [0,1].
     """
     branches: list[_Branch] = []
-    for call in sorted(calls, key=lambda call: (call.started_at, call.index)):
-        if len(call.sampled_ids) == 0:
-            continue
+    for call in _sampled(calls):
         matches = [branch for branch in branches if branch.leads_to(call.prompt_ids)]
         if matches:
-            max(matches, key=len).extend(call)
+            max(matches, key=len).extend(call, is_trained=_is_trained(call, kinds))
         else:
-            branches.append(_Branch(call))
-    return [branch.sample(rollout_id, group_id) for branch in branches]
+            branches.append(_Branch(call, is_trained=_is_trained(call, kinds)))
+    samples = [branch.sample(rollout_id, group_id) for branch in branches]
+    return [sample for sample in samples if sample.mask.any()]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A call's place in the tree of its rollout."""
+
+    call: Call
+    nearest: Call | None
+    """The earlier call that it shares most with."""
+    num_shared: int
+    """Tokens of its prompt that the nearest call's prompt and answer begin with."""
+    continues: bool
+    """Whether that is the whole of the nearest call: both are one sequence."""
+
+
+def link(calls: Iterable[Call]) -> list[Link]:
+    """The tree of a rollout, call by call in the order they were made."""
+    sampled = _sampled(calls)
+    links = []
+    for index, call in enumerate(sampled):
+        shared = [_common(_sequence(other), call.prompt_ids) for other in sampled[:index]]
+        best = int(np.argmax(shared)) if any(shared) else None
+        nearest = None if best is None else sampled[best]
+        continues = nearest is not None and _leads_to(_sequence(nearest), call.prompt_ids)
+        links.append(Link(call, nearest, max(shared, default=0), continues))
+    return links
+
+
+def discarded(calls: Iterable[Call]) -> list[Call]:
+    """Calls whose answer no later prompt of their thread begins with, though there is one."""
+    sampled = _sampled(calls)
+    return [
+        call for index, call in enumerate(sampled)
+        if (later := [c for c in sampled[index + 1 :] if c.thread == call.thread])
+        and not any(_leads_to(_sequence(call), c.prompt_ids) for c in later)
+    ]  # fmt: skip
+
+
+def _sampled(calls: Iterable[Call]) -> list[Call]:
+    ordered = sorted(calls, key=lambda call: (call.started_at, call.index))
+    return [call for call in ordered if len(call.sampled_ids)]
+
+
+def _sequence(call: Call) -> np.ndarray:
+    return np.concatenate([call.prompt_ids, call.sampled_ids])
+
+
+def _common(left: np.ndarray, right: np.ndarray) -> int:
+    n = min(len(left), len(right))
+    different = np.flatnonzero(left[:n] != right[:n])
+    return int(different[0]) if len(different) else n
+
+
+def _leads_to(sequence: np.ndarray, prompt_ids: np.ndarray) -> bool:
+    """Whether the prompt begins with the sequence; most are told apart by a few tokens."""
+    n, near = len(sequence), max(len(sequence) - 16, 0)
+    return (
+        len(prompt_ids) >= n
+        and np.array_equal(prompt_ids[near:n], sequence[near:])
+        and np.array_equal(prompt_ids[:near], sequence[:near])
+    )
+
+
+def _is_trained(call: Call, kinds: Collection[str]) -> bool:
+    return call.kind is None or call.kind in kinds
 
 
 class _Branch:
     """One sequence that may still grow."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, *, is_trained: bool) -> None:
         self._parts: list[Sequence[np.ndarray]] = []
         self._ids = np.zeros(0, np.int32)
-        self.extend(call)
+        self.extend(call, is_trained=is_trained)
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def leads_to(self, prompt_ids: np.ndarray) -> bool:
-        n = len(self._ids)
-        return len(prompt_ids) >= n and np.array_equal(prompt_ids[:n], self._ids)
+        return _leads_to(self._ids, prompt_ids)
 
-    def extend(self, call: Call) -> None:
-        added = call.prompt_ids[len(self._ids) :]
-        self._parts.append(_context(added))
+    def extend(self, call: Call, *, is_trained: bool) -> None:
+        self._parts.append(_context(call.prompt_ids[len(self._ids) :]))
         trained = np.ones(len(call.sampled_ids), bool)
-        self._parts.append((call.sampled_ids, trained, call.logprobs, call.versions))
+        answer = call.sampled_ids, trained, call.logprobs, call.versions
+        self._parts.append(answer if is_trained else _context(call.sampled_ids))
         self._ids = np.concatenate([call.prompt_ids, call.sampled_ids])
 
     def sample(self, rollout_id: str, group_id: str) -> Sample:

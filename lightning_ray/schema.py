@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Mode = Literal["train", "validate", "serve"]
 OutcomeKind = Literal["ok", "agent_failed", "timeout", "context_overflow", "harness_crash", "infra"]
@@ -75,7 +75,19 @@ class Call:
     request: bytes
     """The body as the harness sent it."""
     response: bytes
-    """The body as the harness saw it; an event stream is kept whole."""
+    """The body as the engine sent it; an event stream is kept whole."""
+    exchange_id: str | None = None
+    """Of the one run in the engine; several calls share it when one request samples several."""
+    kind: str | None = None
+    """main, subagent, compaction, title, commit-message or prewarm; from what the client says."""
+    thread: str | None = None
+    """The client's own name for the conversation, or empty."""
+    client_json: str | None = None
+    """The headers that identify the client, and what was left out of its request."""
+    rendered_ids: TokenIds | None = None
+    """[N] the prompt as the chat template rendered it; None when the engine saw just that."""
+    joined: str | None = None
+    """How the prompt relates to the rollout's earlier calls (`engine.continuation.Reason`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,10 +200,16 @@ def _fields(record: type) -> list[pa.Field]:
 
 
 def _field(name: str, hint: Any) -> pa.Field:
-    nullable = get_origin(hint) in (Union, types.UnionType)
-    if nullable:
-        (hint,) = [arg for arg in get_args(hint) if arg is not type(None)]
-    return pa.field(name, _arrow_type(hint), nullable=nullable)
+    required = _required(hint)
+    return pa.field(name, _arrow_type(required), nullable=required is not hint)
+
+
+def _required(hint: Any) -> Any:
+    """The hint without its None."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint
+    (required,) = [arg for arg in get_args(hint) if arg is not type(None)]
+    return required
 
 
 def _arrow_type(hint: Any) -> pa.DataType:
@@ -213,8 +231,11 @@ def _plain(value: Any) -> Any:
 
 
 def _column(column: pa.ChunkedArray, hint: Any) -> list[Any]:
+    hint = _required(hint)
     if get_origin(hint) is Annotated:
-        return [row.values.to_numpy(zero_copy_only=False) for row in column]
+        return [
+            row.values.to_numpy(zero_copy_only=False) if row.is_valid else None for row in column
+        ]
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         return [hint(**row) for row in column.to_pylist()]

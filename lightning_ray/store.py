@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,14 @@ SEGMENT_BYTES = 64 << 20
 class Exchange:
     """What the gateway knows of one call; the captures stay as the engine packed them."""
 
+    exchange_id: str
+    """Of the one run in the engine: recorded once, however often it is delivered."""
     rollout_id: str
     attempt: int
     dialect: str
+    kind: str
+    thread: str
+    client_json: str
     status: int
     started_at: float
     duration_s: float
@@ -64,6 +69,8 @@ class StoredCall(Call):
     """Bytes taken from the front of the parent's body,"""
     request_tail: int
     """and from its end."""
+    rendered_shared: int | None = None
+    """Tokens taken from the front of the parent's rendered prompt."""
 
 
 TABLES: dict[str, type] = {
@@ -74,6 +81,16 @@ TABLES: dict[str, type] = {
 }
 
 
+@dataclass
+class _Attempt:
+    """What memory holds of a running attempt."""
+
+    calls: list[Call] = field(default_factory=list)
+    """Durable ones."""
+    num_calls: int = 0
+    exchanges: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+
+
 class Store:
     """The one writer of a run's folder; an actor."""
 
@@ -82,8 +99,7 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._logs = {name: _Log(self.folder, name, record) for name, record in TABLES.items()}
         self._ended = {outcome.rollout_id for outcome in _read(self.folder, "outcomes", Outcome)}
-        self._open: dict[tuple[str, int], list[Call]] = {}
-        self._num_calls: dict[str, int] = defaultdict(int)
+        self._open: dict[tuple[str, int], _Attempt] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._pending: list[tuple[str, Any, asyncio.Future[None]]] = []
         self._committing: asyncio.Task[None] | None = None
@@ -92,25 +108,32 @@ class Store:
         """An attempt starts; the calls of an earlier one are kept and no longer taken."""
         for attempt in range(rollout.attempt):
             self._open.pop((rollout.rollout_id, attempt), None)
-        self._open[rollout.rollout_id, rollout.attempt] = []
-        self._num_calls[rollout.rollout_id] = 0
+        self._open[rollout.rollout_id, rollout.attempt] = _Attempt()
         self._rollouts[rollout.rollout_id] = rollout
         await self._write("rollouts", [rollout])
 
     async def append(self, exchange: Exchange) -> None:
-        """Return when the exchange is durable; RecordError when its attempt is not running."""
-        calls = self._open.get((exchange.rollout_id, exchange.attempt))
-        if calls is None or exchange.rollout_id in self._ended:
+        """Return when the exchange is durable, which it becomes once, however often it is given;
+        RecordError when its attempt is not running."""
+        attempt = self._open.get((exchange.rollout_id, exchange.attempt))
+        if attempt is None or exchange.rollout_id in self._ended:
             raise RecordError(
                 f"rollout `{exchange.rollout_id}` attempt {exchange.attempt} has ended; "
                 "its calls are no longer taken",
                 rollout_id=exchange.rollout_id,
             )
-        fresh = _calls(exchange, first_index=self._num_calls[exchange.rollout_id])
-        self._num_calls[exchange.rollout_id] += len(fresh)
+        writing = attempt.exchanges.get(exchange.exchange_id)
+        if writing is None or (writing.done() and writing.exception() is not None):
+            writing = asyncio.ensure_future(self._append(exchange, attempt))
+            attempt.exchanges[exchange.exchange_id] = writing
+        await asyncio.shield(writing)
+
+    async def _append(self, exchange: Exchange, attempt: _Attempt) -> None:
+        fresh = _calls(exchange, first_index=attempt.num_calls)
+        attempt.num_calls += len(fresh)
         # only a durable call may be a parent, or a child could outlive it
-        await self._write("calls", [_shorten(call, calls) for call in fresh])
-        calls += fresh
+        await self._write("calls", [_shorten(call, attempt.calls) for call in fresh])
+        attempt.calls += fresh
 
     async def note(self, event: Event) -> None:
         """Return when the event is durable."""
@@ -132,8 +155,13 @@ class Store:
 
     async def calls(self, rollout_id: str, attempt: int, *, bodies: bool = False) -> list[Call]:
         """The calls of a running or just ended attempt; without bodies they travel lighter."""
-        calls = self._open.get((rollout_id, attempt), [])
-        return calls if bodies else [replace(call, request=b"", response=b"") for call in calls]
+        found = self._open.get((rollout_id, attempt), _Attempt()).calls
+        return found if bodies else [replace(call, request=b"", response=b"") for call in found]
+
+    async def bodies(self, rollout_id: str, attempt: int) -> list[tuple[bytes, bytes]]:
+        """The request and response bodies of a running attempt."""
+        calls = await self.calls(rollout_id, attempt, bodies=True)
+        return [(call.request, call.response) for call in calls]
 
     async def release(self, rollout_ids: Iterable[str]) -> None:
         """Forget what memory holds of these rollouts; the disk keeps it."""
@@ -141,7 +169,6 @@ class Store:
             rollout = self._rollouts.pop(rollout_id, None)
             if rollout is not None:
                 self._open.pop((rollout_id, rollout.attempt), None)
-                self._num_calls.pop(rollout_id, None)
 
     async def close(self) -> None:
         """Commit what waits and seal every table."""
@@ -310,6 +337,14 @@ def _calls(exchange: Exchange, *, first_index: int) -> list[Call]:
             duration_s=exchange.duration_s,
             request=exchange.request,
             response=exchange.response,
+            exchange_id=exchange.exchange_id,
+            kind=exchange.kind,
+            thread=exchange.thread,
+            client_json=exchange.client_json,
+            rendered_ids=wire.ids(capture.rendered_ids)
+            if capture and capture.rendered_ids
+            else None,
+            joined=capture.joined if capture else None,
         )
         for index, capture in enumerate(captures, first_index)
     ]
@@ -330,8 +365,13 @@ def _shorten(call: Call, earlier: list[Call]) -> StoredCall:
     tail = _common(other[head:][::-1], body[head:][::-1])
     fields["prompt_ids"] = call.prompt_ids[shared[best] :]
     fields["request"] = call.request[head : len(call.request) - tail]
+    rendered_shared = None
+    if call.rendered_ids is not None:
+        rendered_shared = _common(_rendered(candidates[best]), call.rendered_ids)
+        fields["rendered_ids"] = call.rendered_ids[rendered_shared:]
     return StoredCall(
         **fields,
+        rendered_shared=rendered_shared,
         parent_call_id=candidates[best].call_id,
         prompt_shared=shared[best],
         request_head=head,
@@ -348,7 +388,14 @@ def _restore(stored: StoredCall, earlier: list[Call]) -> Call:
         fields["prompt_ids"] = np.concatenate([shared, stored.prompt_ids])
         tail = parent.request[len(parent.request) - stored.request_tail :]
         fields["request"] = parent.request[: stored.request_head] + stored.request + tail
+        if stored.rendered_shared is not None:
+            front = _rendered(parent)[: stored.rendered_shared]
+            fields["rendered_ids"] = np.concatenate([front, stored.rendered_ids])
     return Call(**fields)
+
+
+def _rendered(call: Call) -> np.ndarray:
+    return call.prompt_ids if call.rendered_ids is None else call.rendered_ids
 
 
 def _sequence(call: Call) -> np.ndarray:

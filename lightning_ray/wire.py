@@ -16,11 +16,15 @@ import numpy as np
 HEAD, BODY, CAPTURES = b"h", b"b", b"c"
 SECRET_HEADER = "x-lr-secret"
 SAMPLING_HEADER = "x-lr-sampling"
+CALL_HEADER = "x-lr-call"
+"""`rollout_id/attempt/digest`: the same for a request that is sent again."""
+DELIVERED_PATH = "/delivered"
+"""Where an engine is told which calls (a JSON list of keys) have reached their harness."""
 MEDIA_TYPE = "application/x-lightning-ray-frames"
 _PREFIX = struct.Struct(">cI")
 
 
-class Capture(msgspec.Struct, frozen=True):
+class Capture(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one pass through `EngineClient.generate` saw and sampled; arrays as raw bytes."""
 
     prompt_ids: bytes
@@ -32,6 +36,19 @@ class Capture(msgspec.Struct, frozen=True):
     versions: bytes
     """[S] int32"""
     finish_reason: str | None
+    rendered_ids: bytes = b""
+    """[N] int32, the prompt as the chat template rendered it; empty when that is `prompt_ids`."""
+    joined: str = ""
+    """How the prompt relates to earlier calls of its rollout (`engine.continuation.Reason`)."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The first frame of a reply."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    exchange_id: str
+    """Of the one run in the engine; the same for everyone who joined it."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -20,7 +20,7 @@ LAYERS = {
     4: ["train.loop", "run"],
     5: ["cli"],
 }
-SIDEWAYS = {("gateway.app", "store"), ("gateway.deploy", "store")}
+SIDEWAYS = {("gateway.app", "store"), ("gateway.deploy", "store"), ("metrics", "samples")}
 HOMES = {
     "ray.serve": ["gateway.deploy"],
     "vllm": ["engine.actor", "engine.capture", "engine.transfer"],
@@ -30,10 +30,11 @@ HOMES = {
     "transformers": ["train.policy", "cli"],
     "kubernetes": ["harness.kubernetes"],
     "starlette": ["gateway.app"],
-    "aiohttp": ["gateway.app"],
+    "aiohttp": ["gateway.engines"],
 }
 PURE = ["schema", "config", "errors", "wire", "samples", "credit", "metrics", "train.batch",
-        "gateway.keys", "gateway.gate", "gateway.dialects", "harness.recipe"]  # fmt: skip
+        "gateway.keys", "gateway.gate", "gateway.dialects", "gateway.requests", "gateway.outgoing",
+        "engine.continuation", "engine.flights", "engine.sessions", "harness.recipe"]  # fmt: skip
 HEAVY = ["torch", "ray", "vllm", "deepspeed", "transformers"]
 
 

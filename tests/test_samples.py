@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 
-from lightning_ray.samples import build_samples
+from lightning_ray.samples import build_samples, discarded, link
 from lightning_ray.schema import Call, Sample
 
 
@@ -80,3 +81,29 @@ def test_each_sampled_token_of_random_trees_is_trained_once_after_its_own_prompt
             for n, token in enumerate(c.sampled_ids)
         }
         assert trained == expected
+
+
+def test_a_title_is_recorded_and_not_trained() -> None:
+    title = replace(call([9, 9], [8]), kind="title")
+    main = replace(call([1], [2], 1), kind="main")
+    (sample,) = build(title, main)
+    assert sample.token_ids.tolist() == [1, 2]
+    both = build_samples([title, main], rollout_id="r", group_id="g", kinds=["title", "main"])
+    assert len(both) == 2
+
+
+def test_each_call_is_linked_to_the_one_it_shares_most_with() -> None:
+    calls = [call([1, 2], [3]), call([1, 2, 3, 4], [5], 1), call([1, 2, 3, 9], [6], 2),
+             call([7], [7], 3)]  # fmt: skip
+    found = [(x.nearest and x.nearest.index, x.num_shared, x.continues) for x in link(calls)]
+    assert found == [(None, 0, False), (0, 3, True), (0, 3, True), (None, 0, False)]
+    changed = link([call([1, 2], [3, 4]), call([1, 2, 3, 9], [5], 1)])[1]
+    assert (changed.num_shared, changed.continues) == (3, False)
+
+
+def test_r24_an_answer_that_never_came_back_is_discarded() -> None:
+    first, again = call([1, 2], [3]), call([1, 2], [4], 1)
+    onward = call([1, 2, 4, 5], [6], 2)
+    assert [c.index for c in discarded([first, again, onward])] == [0]
+    other = replace(call([8], [8], 3), thread="sub-agent")  # the last of its own thread
+    assert [c.index for c in discarded([first, again, onward, other])] == [0]

@@ -32,10 +32,17 @@ started_at: double not null
 duration_s: double not null
 request: large_binary not null
 response: large_binary not null
+exchange_id: string
+kind: string
+thread: string
+client_json: string
+rendered_ids: list<item: int32>
+joined: string
 parent_call_id: string
 prompt_shared: int64 not null
 request_head: int64 not null
-request_tail: int64 not null""",
+request_tail: int64 not null
+rendered_shared: int64""",
     "events": """\
 rollout_id: string not null
 attempt: int64 not null
@@ -67,7 +74,7 @@ def test_the_arrow_schemas_are_the_golden_ones() -> None:
         rendered = schema.to_string(show_field_metadata=False, show_schema_metadata=False)
         top = [line for line in rendered.splitlines() if not line.startswith("  child")]
         assert "\n".join(top) == expected
-        assert schema.metadata == {b"schema_version": b"1"}
+        assert schema.metadata == {b"schema_version": b"2"}
 
 
 def test_records_to_a_table_and_back_are_the_same() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,8 @@ def exchange(prompt: list[int], sampled: list[int], request: bytes, **changed: o
         finish_reason="stop",
     )
     fields: dict[str, object] = {
-        "rollout_id": "r1", "attempt": 0, "dialect": "chat", "status": 200,
+        "exchange_id": uuid.uuid4().hex, "rollout_id": "r1", "attempt": 0, "dialect": "chat",
+        "kind": "main", "thread": "", "client_json": "{}", "status": 200,
         "started_at": 1.0, "duration_s": 0.5,
         "request": request, "response": b"{}", "captures": wire.encode_captures([capture]),
     }  # fmt: skip

@@ -16,6 +16,8 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+import uuid
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -43,7 +45,7 @@ def main() -> None:
     stub = multiprocessing.get_context("spawn").Process(target=_stub, args=(other,), daemon=True)
     stub.start()
     engine_url = pipe.recv()
-    base_url = _start(engine_url, options.haproxy)
+    base_url, actors = _start(engine_url, options.haproxy)
     body = json.dumps(
         {
             "model": "x",
@@ -57,11 +59,13 @@ def main() -> None:
             rate, p50, p99 = asyncio.run(_load(url, name, body, clients, options.seconds))
             who = f"{clients:>3} clients  {name:<8}"
             print(f"{who} {rate:7.0f}/s  p50 {p50:6.1f} ms  p99 {p99:6.1f} ms")
+    del actors
     stop_gateway()
     ray.shutdown()
 
 
-def _start(engine_url: str, haproxy: bool) -> str:
+def _start(engine_url: str, haproxy: bool) -> tuple[str, list[Any]]:
+    """The gateway's base URL, and the actors, which live as long as they are held."""
     import os
 
     config = Config.model_validate(
@@ -82,7 +86,7 @@ def _start(engine_url: str, haproxy: bool) -> str:
         ray.get(store.begin.remote(rollout))
     url = start_gateway(config, engine_urls=[engine_url], secret=SECRET, namespace=NAMESPACE)
     ray.get(gate.open.remote())
-    return url
+    return url, [gate, store]
 
 
 async def _load(
@@ -118,15 +122,15 @@ def _stub(pipe: multiprocessing.connection.Connection) -> None:
 
     raw = bytes(4 * 16)
     capture = wire.Capture(bytes(4 * 2000), raw, raw, raw, "stop")
-    head = msgspec.json.encode({"status": 200, "headers": [["content-type", "application/json"]]})
-    reply = (
-        wire.frame(wire.HEAD, head)
-        + wire.frame(wire.BODY, b'{"choices":[]}')
-        + wire.frame(wire.CAPTURES, wire.encode_captures([capture]))
-    )
+    rest = wire.frame(wire.BODY, b'{"choices":[]}')
+    rest += wire.frame(wire.CAPTURES, wire.encode_captures([capture]))
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
+        if request.path == wire.DELIVERED_PATH:
+            return web.Response()
+        head = wire.Head(200, [("content-type", "application/json")], uuid.uuid4().hex)
+        reply = wire.frame(wire.HEAD, msgspec.json.encode(head)) + rest
         return web.Response(body=reply, content_type=wire.MEDIA_TYPE)
 
     async def serve() -> None:

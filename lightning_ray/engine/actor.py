@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -78,7 +79,46 @@ class Engine:
         tasks = await self.llm.get_supported_tasks()
         app = build_app(args, tasks, self.llm.model_config)
         await init_app_state(self.llm, app.state, args, tasks)
-        return await self._serve(capture_app(app, secret=self.secret))
+        if self.config.engine.continuation != "off":
+            self.llm.sessions = await self._sessions(args.chat_template)
+        grace_s = self.config.gateway.grace_s
+        guarded, self._flights = capture_app(app, secret=self.secret, grace_s=grace_s)
+        return await self._serve(guarded)
+
+    async def _sessions(self, chat_template: str | None) -> Any:
+        """The earlier calls of the rollouts served here, read from the store when unknown."""
+        from vllm.renderers.chat_utils import load_chat_template
+
+        from lightning_ray.engine.continuation import find_markers
+        from lightning_ray.engine.sessions import Sessions
+
+        tokenizer = self.llm.get_tokenizer()
+        template = load_chat_template(chat_template)
+        probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        with_prompt, without = (
+            tokenizer.apply_chat_template(
+                probe, chat_template=template, add_generation_prompt=asked, return_dict=False
+            )
+            for asked in (True, False)
+        )
+        special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return Sessions(
+            self._earlier_calls,
+            markers=find_markers(
+                with_prompt, without, special_ids=special_ids, eos_ids=self._stop_ids()
+            ),
+            decode=functools.partial(tokenizer.decode, skip_special_tokens=True),
+            keep_reasoning=self.config.engine.continuation == "keep_reasoning",
+        )
+
+    def _stop_ids(self) -> set[int]:
+        eos = self.llm.model_config.try_get_generation_config().get("eos_token_id", [])
+        listed = eos if isinstance(eos, list) else [eos]
+        return {*listed, self.llm.get_tokenizer().eos_token_id} - {None}
+
+    async def _earlier_calls(self, rollout_id: str, attempt: int) -> Any:
+        store = ray.get_actor("store")
+        return await store.calls.remote(rollout_id, attempt)
 
     async def _serve(self, app: Any) -> str:
         import uvicorn
@@ -100,6 +140,7 @@ class Engine:
 
     async def sleep(self) -> None:
         """Freeze running requests at a token boundary and give memory back."""
+        self._flights.is_frozen = True
         await self.llm.pause_generation(mode="keep", clear_cache=False)
         if self.config.engine.device == "gpu":
             await self.llm.sleep(level=1, mode="keep")
@@ -116,6 +157,7 @@ class Engine:
         """Go on with the frozen requests; whatever old weights computed is computed again."""
         await self.llm.reset_prefix_cache(reset_running_requests=True)
         await self.llm.resume_generation()
+        self._flights.is_frozen = False
 
     async def resident_bytes(self) -> int:
         """Resident memory of the process that holds the model."""

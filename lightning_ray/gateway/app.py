@@ -2,211 +2,250 @@
 
 It forwards bytes and does not know what a token is; captures pass through it unread. It knows
 neither Ray nor vLLM: `deploy.py` hands it the store, the gate and the engines' addresses.
+
+A harness that waits long is told so in its own dialect, and never hears of a pause or of an engine
+that had to be asked again. A harness that asks again gets the reply it asked for the first time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
+import hashlib
 import time
-import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-import aiohttp
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from lightning_ray import wire
 from lightning_ray.errors import EngineError, RecordError
+from lightning_ray.gateway import requests
 from lightning_ray.gateway.dialects import DIALECTS, Dialect
+from lightning_ray.gateway.engines import NO_CAPTURES, Engines, Reply, Show
 from lightning_ray.gateway.gate import Lease
 from lightning_ray.gateway.keys import Claims, KeyRefused, verify
+from lightning_ray.gateway.outgoing import Outgoing
 from lightning_ray.store import Exchange
 
-log = logging.getLogger(__name__)
-
 MAX_BODY_BYTES = 64 << 20
-_ENGINE_TRIES = 3
-_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
 
 
 @dataclass(frozen=True)
-class Reply:
-    """An engine's whole answer."""
+class Ties:
+    """What the gateway needs of the run; times in seconds."""
 
-    status: int
-    headers: dict[str, str]
-    body: bytes
-    captures: bytes
+    engine_urls: Sequence[str]
+    secret: str
+    served_name: str
+    sampling: Mapping[str, wire.Sampling]
+    """By mode, what every call of a rollout in that mode must use."""
+    record: Callable[[Exchange], Awaitable[None]]
+    """Returns when the exchange is durable; RecordError when its attempt has ended."""
+    earlier: Callable[[str, int], Awaitable[Sequence[tuple[bytes, bytes]]]]
+    """The request and response bodies recorded of an attempt."""
+    reply: Literal["recorded", "live"] = "recorded"
+    hold_s: float = 900.0
+    """A call waits so long while weights move, before it is told 503;"""
+    engine_s: float = 60.0
+    """so long for an engine that does not answer;"""
+    headers_s: float = 10.0
+    """so long before its reply's headers leave, and the first keep-alive with them;"""
+    keep_alive_s: float = 4.0
+    """and so long from one keep-alive to the next."""
 
 
-def create_app(
-    *,
-    engine_urls: Sequence[str],
-    secret: str,
-    served_name: str,
-    sampling: Mapping[str, wire.Sampling],
-    lease: Lease,
-    record: Callable[[Exchange], Awaitable[None]],
-    hold_s: float,
-) -> Starlette:
-    """The gateway's ASGI app.
-
-    sampling: by mode, what every call of a rollout in that mode must use.
-    record:   returns when the exchange is durable; RecordError when its attempt has ended.
-    """
-    gateway = _Gateway(engine_urls, secret, served_name, sampling, lease, record, hold_s)
-    prefix = "/rollout/{rollout_id}/attempt/{attempt:int}"
-    methods = ["GET", "POST", "HEAD"]
+def create_app(lease: Lease, ties: Ties) -> Starlette:
+    """The gateway's ASGI app."""
+    gateway = _Gateway(lease, ties)
     return Starlette(
-        routes=[
-            Route("/health", lambda request: Response("ok")),
-            Route(prefix, gateway.hello, methods=["GET", "HEAD"]),
-            Route(prefix + "/{path:path}", gateway.answer, methods=methods),
-        ],
+        routes=[Route("/health", lambda request: Response("ok")), Mount("/rollout", gateway)],
         lifespan=gateway.lifespan,
     )
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One request of a harness."""
+
+    dialect: Dialect
+    claims: Claims
+    raw: bytes
+    prepared: requests.Prepared
+    kind: requests.Kind
+    thread: str
+    client: dict[str, str]
+    reply_id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    started_at: float = field(default_factory=time.time)
+
+    @property
+    def key(self) -> str:
+        """The same for a request that is sent again."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (self.dialect.path.encode(), self.thread.encode(), self.raw):
+            digest.update(len(part).to_bytes(8, "big") + part)
+        return f"{self.claims.rollout_id}/{self.claims.attempt}/{digest.hexdigest()}"
+
+
 class _Gateway:
-    def __init__(
-        self,
-        engine_urls: Sequence[str],
-        secret: str,
-        served_name: str,
-        sampling: Mapping[str, wire.Sampling],
-        lease: Lease,
-        record: Callable[[Exchange], Awaitable[None]],
-        hold_s: float,
-    ) -> None:
-        self.engine_urls = engine_urls
-        self.secret = secret
-        self.served_name = served_name
-        self.sampling = sampling
+    def __init__(self, lease: Lease, ties: Ties) -> None:
         self.lease = lease
-        self.record = record
-        self.hold_s = hold_s
+        self.ties = ties
+        self.engines = Engines(ties.engine_urls, ties.secret, patience_s=ties.engine_s)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """The lease and the connections to the engines live as long as the replica."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        timeout = aiohttp.ClientTimeout(total=None, connect=10)
         keeper = asyncio.create_task(self.lease.keep())
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self.session:
+        async with self.engines.connected():
             yield
         keeper.cancel()
 
-    async def hello(self, request: Request) -> Response:
-        """Some clients probe the base URL before their first call."""
-        return Response("ok")
-
-    async def answer(self, request: Request) -> Response:
-        """One model call, in the dialect its path names."""
-        path = request.path_params["path"].removeprefix("v1/").rstrip("/")
-        dialect = DIALECTS.get(path)
-        if dialect is None:
-            if path == "api/hello":
-                return Response("ok")
-            known = ", ".join(f"/v1/{path}" for path in DIALECTS)
-            return _refusal(DIALECTS["models"], 404, f"no route `/{path}` here; there are {known}")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request below `/rollout`."""
+        request = Request(scope, receive, send)
+        rollout_id, attempt, path = _parts(request)
+        dialect = DIALECTS.get(path, DIALECTS["models"])
         try:
-            caller = self._identify(request)
-            body = await _body(request)
+            if path in ("", "api/hello"):  # some clients probe the base URL before their first call
+                return await Response("ok")(scope, receive, send)
+            if path not in DIALECTS:
+                known = ", ".join(f"/v1/{path}" for path in DIALECTS)
+                raise _Refused(404, f"no route `/{path}` here; there are {known}")
+            claims = self._identify(request, rollout_id, attempt)
             if dialect.samples:
-                return await self._sample(dialect, caller, body)
-            if request.method == "POST":
-                body, _ = self._prepare(dialect, caller, body)
-            return _response(await self._send(dialect, caller, request.method, body, {}))
-        except _Refused as refused:
-            return _refusal(dialect, refused.status, str(refused))
-        except EngineError as error:
-            return _refusal(dialect, error.status, str(error))
+                call = await self._read(request, dialect, claims)
+                return await self._deliver(call, request.receive, send)
+            response = await self._pass_on(request, dialect, claims)
+        except (_Refused, EngineError) as error:
+            response = _json(dialect.error(error.status, str(error)), error.status)
+        except ClientDisconnect:
+            return
+        await response(scope, receive, send)
 
-    async def _sample(self, dialect: Dialect, caller: Claims, body: bytes) -> Response:
-        """Admit, forward, record, reply."""
-        started_at = time.time()
-        prepared, sampling = self._prepare(dialect, caller, body)
-        headers = {wire.SAMPLING_HEADER: msgspec.json.encode(sampling).decode()}
-        async with self.lease.admit(self.hold_s):
-            try:
-                reply = await self._send(dialect, caller, "POST", prepared, headers)
-            except EngineError as error:
-                problem = dialect.error(error.status, str(error))
-                reply = Reply(error.status, {"content-type": "application/json"}, problem, b"\x90")
-            await self._record(dialect, caller, body, reply, started_at)
-        return _response(reply)
-
-    def _prepare(
-        self, dialect: Dialect, caller: Claims, body: bytes
-    ) -> tuple[bytes, wire.Sampling]:
-        sampling = self.sampling[caller.mode]
-        try:
-            return dialect.prepare(body, served_name=self.served_name, sampling=sampling)
-        except ValueError as error:
-            raise _Refused(400, str(error)) from error
-
-    def _identify(self, request: Request) -> Claims:
+    def _identify(self, request: Request, rollout_id: str, attempt: str) -> Claims:
         """Who calls, from the path, and only if the key was made for just that attempt."""
+        if request.headers.get("upgrade", "").lower() == "websocket":
+            raise _Refused(426, "no websockets here; use HTTP")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         key = token if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not key:
             raise _Refused(401, "a key is needed, as `Authorization: Bearer` or `x-api-key`")
-        try:
-            claims = verify(key.strip(), secret=self.secret)
-        except KeyRefused as refused:
-            raise _Refused(401, str(refused)) from refused
-        rollout_id, attempt = request.path_params["rollout_id"], request.path_params["attempt"]
-        if (claims.rollout_id, claims.attempt) != (rollout_id, attempt):
+        with _refusing(401, KeyRefused):
+            claims = verify(key.strip(), secret=self.ties.secret)
+        if (claims.rollout_id, str(claims.attempt)) != (rollout_id, attempt):
             raise _Refused(404, f"this key knows no rollout `{rollout_id}`, attempt {attempt}")
         return claims
 
-    async def _send(
-        self, dialect: Dialect, caller: Claims, method: str, body: bytes, headers: dict[str, str]
-    ) -> Reply:
-        """The engine's whole reply; a rollout keeps to one engine, for its prefix cache."""
-        index = zlib.crc32(caller.rollout_id.encode()) % len(self.engine_urls)
-        url = f"{self.engine_urls[index]}/v1/{dialect.path}"
-        headers = headers | {wire.SECRET_HEADER: self.secret, "content-type": "application/json"}
-        for attempt in range(_ENGINE_TRIES):
-            try:
-                async with self.session.request(method, url, data=body, headers=headers) as stream:
-                    reply = await _whole(stream.content.iter_any())
-            except aiohttp.ClientError as error:
-                log.warning("engine/%d did not answer (try %d): %r", index, attempt, error)
-                await asyncio.sleep(0.2 * (attempt + 1))
-                continue
-            if dialect.samples and reply.status == 200 and reply.captures == b"\x90":
-                raise EngineError("the engine answered without a capture", status=500)
-            return reply
-        raise EngineError(
-            f"engine/{index} did not answer {_ENGINE_TRIES} times; see its log in the Ray dashboard"
-        )
+    async def _pass_on(self, request: Request, dialect: Dialect, claims: Claims) -> Response:
+        """A request that samples nothing."""
+        body = await _body(request)
+        if request.method == "POST":
+            with _refusing(400, ValueError):
+                body = self._prepare(requests.decode(body), dialect, claims).body()
+        reply = await self.engines.ask(claims.rollout_id, request.method, dialect.path, body, {})
+        if reply.status >= 400:
+            return _json(dialect.engine_error(reply.status, reply.body), reply.status)
+        return _json(reply.body, reply.status)
 
-    async def _record(
-        self, dialect: Dialect, caller: Claims, body: bytes, reply: Reply, started_at: float
-    ) -> None:
+    async def _read(self, request: Request, dialect: Dialect, claims: Claims) -> _Call:
+        """The call a request makes."""
+        raw = await _body(request)
+        with _refusing(400, ValueError):
+            fields = requests.decode(raw)
+            if fields.get("previous_response_id"):
+                earlier = await self.ties.earlier(claims.rollout_id, claims.attempt)
+                with _refusing(404, KeyError):
+                    fields = requests.with_conversation(fields, earlier)
+            prepared = self._prepare(fields, dialect, claims)
+        kind, thread, client = requests.describe(fields, request.headers)
+        if prepared.dropped:
+            client["dropped"] = ", ".join(prepared.dropped)
+        call = _Call(dialect, claims, raw, prepared, kind, thread, client)
+        if dialect.name == "responses":
+            prepared.fields["request_id"] = call.reply_id
+        return call
+
+    def _prepare(self, fields: Any, dialect: Dialect, claims: Claims) -> requests.Prepared:
+        sampling, name = self.ties.sampling[claims.mode], self.ties.served_name
+        return requests.prepare(fields, dialect, served_name=name, sampling=sampling)
+
+    async def _deliver(self, call: _Call, receive: Receive, send: Send) -> None:
+        """Sample, and bring the reply to the harness; keep it waiting in its dialect until then.
+
+        _Refused and EngineError pass as long as no header has left.
+        """
+        prepared = call.prepared
+        outgoing = Outgoing(
+            call.dialect, send, streamed=prepared.streamed, seals=prepared.seals_reasoning,
+            reply_id=call.reply_id,
+        )  # fmt: skip
+        is_live = self.ties.reply == "live" and prepared.streamed
+        sampling = asyncio.ensure_future(self._sample(call, outgoing.show if is_live else None))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            wait_s = self.ties.headers_s
+            while not await _first(sampling, leaving, wait_s):
+                await outgoing.keep_alive()
+                wait_s = self.ties.keep_alive_s
+            if not sampling.done():
+                return
+            reply = await _told(sampling, call.dialect, outgoing)
+            if reply is not None and reply.status < 400 and not leaving.done():
+                self.engines.delivered(reply, call.key)
+        finally:
+            sampling.cancel()
+            leaving.cancel()
+
+    async def _sample(self, call: _Call, show: Show | None) -> Reply:
+        """Admit, forward, record; the reply is durable when this returns."""
+        headers = {
+            wire.SAMPLING_HEADER: msgspec.json.encode(call.prepared.sampling).decode(),
+            wire.CALL_HEADER: call.key,
+        }
+        rollout_id, path, dialect = call.claims.rollout_id, call.dialect.path, call.dialect
+        async with self.lease.admit(self.ties.hold_s):
+            body = call.prepared.body()
+            try:
+                reply = await self.engines.ask(rollout_id, "POST", path, body, headers, show)
+                if reply.status >= 400:
+                    problem = dialect.engine_error(reply.status, reply.body)
+                    reply = replace(reply, body=problem)
+            except EngineError as error:
+                problem = dialect.error(error.status, str(error))
+                reply = Reply(error.status, [], problem, NO_CAPTURES, uuid.uuid4().hex, "")
+            await self._record(call, reply)
+        if reply.status >= 400:  # nothing was sampled: asked again, it is tried again
+            self.engines.delivered(reply, call.key)
+        return reply
+
+    async def _record(self, call: _Call, reply: Reply) -> None:
         exchange = Exchange(
-            rollout_id=caller.rollout_id,
-            attempt=caller.attempt,
-            dialect=dialect.name,
+            exchange_id=reply.exchange_id,
+            rollout_id=call.claims.rollout_id,
+            attempt=call.claims.attempt,
+            dialect=call.dialect.name,
+            kind=call.kind,
+            thread=call.thread,
+            client_json=msgspec.json.encode(call.client).decode(),
             status=reply.status,
-            started_at=started_at,
-            duration_s=time.time() - started_at,
-            request=body,
+            started_at=call.started_at,
+            duration_s=time.time() - call.started_at,
+            request=call.raw,
             response=reply.body,
             captures=reply.captures,
         )
-        try:
+        with _refusing(409, RecordError):
             # a client that leaves must not leave a half-recorded call
-            await asyncio.shield(self.record(exchange))
-        except RecordError as error:
-            raise _Refused(409, str(error)) from error
+            await asyncio.shield(self.ties.record(exchange))
 
 
 class _Refused(Exception):
@@ -215,6 +254,24 @@ class _Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextlib.contextmanager
+def _refusing(status: int, *catching: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except catching as error:
+        raise _Refused(status, str(error)) from error
+
+
+def _parts(request: Request) -> tuple[str, str, str]:
+    """Rollout, attempt and dialect path of `/rollout/{id}/attempt/{n}[/v1]/{path}`."""
+    words = request.url.path.split("/")[2:]
+    rollout_id, is_attempt, attempt, *rest = [*words, "", "", ""][: max(3, len(words))]
+    path = "/".join(rest).strip("/")
+    if is_attempt != "attempt" or not rollout_id:
+        path = "no-attempt"
+    return rollout_id, attempt, path.removeprefix("v1/").removeprefix("v1")
 
 
 async def _body(request: Request) -> bytes:
@@ -227,25 +284,32 @@ async def _body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-async def _whole(chunks: AsyncIterator[bytes]) -> Reply:
-    """The reply in an engine's frames; aiohttp.ClientError when it was cut."""
-    head: dict[str, object] | None = None
-    body: list[bytes] = []
-    async for kind, payload in wire.frames(chunks):
-        if kind == wire.HEAD:
-            head = msgspec.json.decode(payload)
-        elif kind == wire.BODY:
-            body.append(payload)
-        elif head is not None:
-            headers = {str(k): str(v) for k, v in head["headers"]}  # type: ignore[attr-defined]
-            return Reply(int(str(head["status"])), headers, b"".join(body), payload)
-    raise aiohttp.ClientPayloadError("the engine's reply ended early")
+async def _left(receive: Receive) -> None:
+    """Returns when the harness has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
-def _response(reply: Reply) -> Response:
-    headers = {k: v for k, v in reply.headers.items() if k.lower() not in _HOP_BY_HOP}
-    return Response(reply.body, reply.status, headers)
+async def _first(one: asyncio.Future[Any], other: asyncio.Future[Any], wait_s: float) -> bool:
+    """Whether one of them is done within the time."""
+    done, _ = await asyncio.wait({one, other}, timeout=wait_s, return_when="FIRST_COMPLETED")
+    return bool(done)
 
 
-def _refusal(dialect: Dialect, status: int, message: str) -> Response:
-    return Response(dialect.error(status, message), status, media_type="application/json")
+async def _told(
+    sampling: asyncio.Future[Reply], dialect: Dialect, outgoing: Outgoing
+) -> Reply | None:
+    """Send the reply and return it; None when it is an error that could only be told late."""
+    try:
+        reply = sampling.result()
+    except (_Refused, EngineError) as error:
+        if not outgoing.has_started:
+            raise
+        await outgoing.fail(error.status, dialect.error(error.status, str(error)))
+        return None
+    await outgoing.finish(reply.status, reply.headers, reply.body)
+    return reply
+
+
+def _json(body: bytes, status: int) -> Response:
+    return Response(body, status, media_type="application/json")

@@ -16,7 +16,7 @@ from ray.serve.config import HTTPOptions
 from lightning_ray import wire
 from lightning_ray.config import Config
 from lightning_ray.errors import ConfigError, EngineError, boundary
-from lightning_ray.gateway.app import create_app
+from lightning_ray.gateway.app import Ties, create_app
 from lightning_ray.gateway.gate import GateState, Lease
 from lightning_ray.store import Exchange
 
@@ -95,7 +95,13 @@ def _build(config: Config, engine_urls: Sequence[str], secret: str, namespace: s
         with boundary(EngineError, "recording the call", ray.exceptions.RayActorError):
             await store.append.remote(exchange)
 
-    return create_app(
+    async def earlier(rollout_id: str, attempt: int) -> list[tuple[bytes, bytes]]:
+        with boundary(EngineError, "reading earlier calls", ray.exceptions.RayError):
+            found: list[tuple[bytes, bytes]] = await store.bodies.remote(rollout_id, attempt)
+        return found
+
+    settings = config.gateway
+    ties = Ties(
         engine_urls=engine_urls,
         secret=secret,
         served_name=config.model.served_name,
@@ -104,10 +110,15 @@ def _build(config: Config, engine_urls: Sequence[str], secret: str, namespace: s
             "validate": _sampling(config.collect.validation_sampling),
             "serve": wire.Sampling(),
         },
-        lease=Lease(poll=poll, report=report),
         record=record,
-        hold_s=config.gateway.hold_s,
+        earlier=earlier,
+        reply=settings.reply,
+        hold_s=settings.hold_s,
+        engine_s=settings.engine_s,
+        headers_s=settings.headers_s,
+        keep_alive_s=settings.keep_alive_s,
     )
+    return create_app(Lease(poll=poll, report=report), ties)
 
 
 def _sampling(settings: Any) -> wire.Sampling:

@@ -14,7 +14,7 @@ import ray.train
 from ray.train import Checkpoint
 
 from lightning_ray.collect import Group
-from lightning_ray.config import Config
+from lightning_ray.config import Config, TrainConfig
 from lightning_ray.credit import center, check_signal
 from lightning_ray.errors import ConfigError, WeightsError
 from lightning_ray.metrics import Metrics, summarise, timed
@@ -44,7 +44,7 @@ def train_loop(settings: dict[str, Any]) -> None:
         with timed(metrics, "collect"):
             groups = run.collect(step)
         with timed(metrics, "build"):
-            samples, advantages = learnable(groups, scale=config.train.scale_advantages)
+            samples, advantages = learnable(groups, config.train)
             batches = pack(
                 samples,
                 advantages=advantages,
@@ -74,20 +74,25 @@ def train_loop(settings: dict[str, Any]) -> None:
         run.journal.write(step + 1, policy.version, metrics)
 
 
-def learnable(groups: Sequence[Group], *, scale: bool) -> tuple[list[Sample], dict[str, float]]:
+def learnable(
+    groups: Sequence[Group], settings: TrainConfig
+) -> tuple[list[Sample], dict[str, float]]:
     """The samples of every scored rollout, and each such rollout's advantage."""
     samples: list[Sample] = []
     advantages: dict[str, float] = {}
     for group in groups:
         outcomes = [t.outcome for t in group.trajectories]
         rewards = [outcome.reward if outcome else None for outcome in outcomes]
-        credits = center(rewards, scale=scale)
+        credits = center(rewards, scale=settings.scale_advantages)
         for trajectory, reward, credit in zip(group.trajectories, rewards, credits, strict=True):
             if reward is not None:
                 rollout = trajectory.rollout
                 advantages[rollout.rollout_id] = credit
                 samples += build_samples(
-                    trajectory.calls, rollout_id=rollout.rollout_id, group_id=rollout.group_id
+                    trajectory.calls,
+                    rollout_id=rollout.rollout_id,
+                    group_id=rollout.group_id,
+                    kinds=settings.kinds,
                 )
     return samples, advantages
 
