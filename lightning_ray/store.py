@@ -128,6 +128,10 @@ class Store:
             attempt.exchanges[exchange.exchange_id] = writing
         await asyncio.shield(writing)
 
+    async def append_all(self, exchanges: list[Exchange]) -> list[BaseException | None]:
+        """`append` each; by exchange, what went wrong."""
+        return await asyncio.gather(*map(self.append, exchanges), return_exceptions=True)
+
     async def _append(self, exchange: Exchange, attempt: _Attempt) -> None:
         fresh = _calls(exchange, first_index=attempt.num_calls)
         attempt.num_calls += len(fresh)

@@ -35,7 +35,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+        return make_tiny_model(tmp_path_factory.mktemp("tiny"), context=131072)
 
 
 @pytest.fixture(scope="session")
@@ -45,16 +45,19 @@ def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     folder = tmp_path_factory.mktemp("stack")
     os.environ["LR_TEST_WITNESS"] = str(folder / "witness.jsonl")
+    os.environ["LR_TEST_SCRIPT"] = str(folder / "script.json")
     config = Config.model_validate(
         {
             "name": "stack",
             "runs": str(folder),
             "model": {"path": str(tiny_model), "dtype": "float32"},
             "engine": {
-                "device": "cpu", "max_model_len": 1024, "kv_cache_bytes": 256 << 20,
-                "args": ["--logits-processors=tests.witness:Witness"],
+                "device": "cpu", "max_model_len": 131072, "kv_cache_bytes": 256 << 20,
+                "args": ["--logits-processors", "tests.scripted:Scripted", "tests.witness:Witness"],
             },
-            "collect": {"sampling": {"max_tokens": 12}},
+            "collect": {"sampling": {"max_tokens": 600}},
+            # a client's clock of 3 s runs out before headers come, one of 2 s not after them
+            "gateway": {"headers_s": 3.5, "keep_alive_s": 1.0, "grace_s": 4.0},
         }
     )  # fmt: skip
     with warnings.catch_warnings():

@@ -41,6 +41,8 @@ class Witness(LogitsProcessor):
                 self._requests[second] = moved
             if direction == MoveDirectionality.SWAP and other is not None:
                 self._requests[first] = other
+            else:
+                self._write(other)  # its row is taken by another
 
     def _write(self, request: tuple[list[int], list[int]] | None) -> None:
         if request is not None:

@@ -35,6 +35,14 @@ class _Exchange:
     captures: list[wire.Capture] = field(default_factory=list)
 
 
+_PLAIN = SamplingParams()
+_SHAPING = (
+    "n", "seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "ignore_eos", "logit_bias", "allowed_token_ids", "bad_words",
+    "_bad_words_token_ids", "structured_outputs", "thinking_token_budget", "watermarking",
+    "repetition_detection", "extra_args",
+)  # fmt: skip
+"""What would make tokens come from another distribution than the one that is trained."""
 _exchange: ContextVar[_Exchange | None] = ContextVar("exchange", default=None)
 
 
@@ -172,9 +180,8 @@ def _with_sampling(asked: SamplingParams, sampling: wire.Sampling, room: int) ->
     limit = sampling.max_tokens if sampling.max_tokens is not None else asked.max_tokens
     params.max_tokens = max(1, min(room, limit or room))
     if sampling.temperature is not None:
-        params.n, params.seed, params.min_p = 1, None, 0.0
-        params.presence_penalty = params.frequency_penalty = 0.0
-        params.repetition_penalty = 1.0
+        for name in _SHAPING:
+            setattr(params, name, getattr(_PLAIN, name))
         params.temperature = sampling.temperature
         params.top_p = sampling.top_p if sampling.top_p is not None else 1.0
         params.top_k = sampling.top_k if sampling.top_k is not None else 0

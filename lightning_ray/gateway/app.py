@@ -66,10 +66,12 @@ class Ties:
 def create_app(lease: Lease, ties: Ties) -> Starlette:
     """The gateway's ASGI app."""
     gateway = _Gateway(lease, ties)
-    return Starlette(
+    app = Starlette(
         routes=[Route("/health", lambda request: Response("ok")), Mount("/rollout", gateway)],
         lifespan=gateway.lifespan,
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -91,9 +92,7 @@ def _build(config: Config, engine_urls: Sequence[str], secret: str, namespace: s
         with boundary(EngineError, "telling the gate", ray.exceptions.RayError):
             await gate.report.remote(replica, epoch=epoch, in_flight=in_flight)
 
-    async def record(exchange: Exchange) -> None:
-        with boundary(EngineError, "recording the call", ray.exceptions.RayActorError):
-            await store.append.remote(exchange)
+    recorder = _Recorder(store)
 
     async def earlier(rollout_id: str, attempt: int) -> list[tuple[bytes, bytes]]:
         with boundary(EngineError, "reading earlier calls", ray.exceptions.RayError):
@@ -110,7 +109,7 @@ def _build(config: Config, engine_urls: Sequence[str], secret: str, namespace: s
             "validate": _sampling(config.collect.validation_sampling),
             "serve": wire.Sampling(),
         },
-        record=record,
+        record=recorder.record,
         earlier=earlier,
         reply=settings.reply,
         hold_s=settings.hold_s,
@@ -119,6 +118,34 @@ def _build(config: Config, engine_urls: Sequence[str], secret: str, namespace: s
         keep_alive_s=settings.keep_alive_s,
     )
     return create_app(Lease(poll=poll, report=report), ties)
+
+
+class _Recorder:
+    """Brings exchanges to the store; those that come while it writes go together in one message."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._waiting: list[tuple[Exchange, asyncio.Future[None]]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def record(self, exchange: Exchange) -> None:
+        """Returns when the exchange is durable."""
+        durable = asyncio.get_running_loop().create_future()
+        self._waiting.append((exchange, durable))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+        await durable
+
+    async def _send(self) -> None:
+        while self._waiting:
+            sent, self._waiting = self._waiting, []
+            try:
+                results = await self._store.append_all.remote([exchange for exchange, _ in sent])
+            except ray.exceptions.RayError as error:
+                results = [EngineError(f"the store did not take the call: {error}")] * len(sent)
+            for (_, durable), failure in zip(sent, results, strict=True):
+                if not durable.done():
+                    durable.set_exception(failure) if failure else durable.set_result(None)
 
 
 def _sampling(settings: Any) -> wire.Sampling:

@@ -88,6 +88,8 @@ def prepare(
     prepared = Prepared(fields, limited, streamed, seals)
     if accept := _ACCEPT.get(dialect.name):
         accept(fields, prepared.dropped)
+    if sampling.temperature is not None:
+        _free_choice(fields, dialect, prepared.dropped)
     return prepared
 
 
@@ -150,6 +152,7 @@ def _reply(body: bytes) -> Fields:
 def _limit(fields: Fields, dialect: Dialect, sampling: wire.Sampling) -> int | None:
     """The tokens the answer may have; the body is left with a limit vLLM always takes."""
     names = dialect.limit_fields
+    fields.pop("min_tokens", None)  # vLLM compares it with the limit left in the body
     asked = [fields.pop(name) for name in names if fields.get(name) is not None]
     if asked and not (type(asked[0]) is int and asked[0] > 0):
         raise ValueError(f"`{names[0]}` must be a positive integer; got {asked[0]!r}")
@@ -160,7 +163,7 @@ def _limit(fields: Fields, dialect: Dialect, sampling: wire.Sampling) -> int | N
 
 def _accept_chat(fields: Fields, dropped: list[str]) -> None:
     _keep_tools(fields, dropped, lambda tool: isinstance(tool.get("function"), dict))
-    if fields.get("reasoning_effort") not in _EFFORTS:
+    if not _is_in(fields.get("reasoning_effort"), _EFFORTS):
         fields.pop("reasoning_effort", None)
     for message in _dicts(fields.get("messages")):
         for call in _dicts(message.get("tool_calls")):
@@ -210,11 +213,20 @@ def _keep_tools(fields: Fields, dropped: list[str], is_known: Any) -> None:
         fields.pop("tool_choice", None)
 
 
+def _free_choice(fields: Fields, dialect: Dialect, dropped: list[str]) -> None:
+    """A tool that the harness insists on would be sampled under a grammar, from a distribution
+    that is not the policy's; the policy has to choose it by itself."""
+    choice = fields.get("tool_choice")
+    if (choice.get("type") if isinstance(choice, dict) else choice) not in (None, "auto", "none"):
+        dropped.append("tool_choice")
+        fields["tool_choice"] = {"type": "auto"} if dialect.name == "messages" else "auto"
+
+
 def _known(items: list[Any], kinds: set[str], dropped: list[str]) -> list[Any]:
     """The items whose `type` is one of `kinds`, or that have none."""
     known = []
     for item in items:
-        if isinstance(item, dict) and item.get("type", "message") not in kinds | {"message"}:
+        if isinstance(item, dict) and not _is_in(item.get("type", "message"), kinds | {"message"}):
             dropped.append(str(item.get("type")))
         else:
             known.append(item)
@@ -301,6 +313,10 @@ def _unseal(item: Fields, dropped: list[str]) -> None:
         dropped.append("encrypted_content")
     else:
         item["content"] = [{"type": "reasoning_text", "text": text}]
+
+
+def _is_in(value: Any, words: set[str]) -> bool:
+    return isinstance(value, str) and value in words
 
 
 def _items(value: Any) -> list[Any]:

@@ -95,6 +95,27 @@ def test_r13_the_rollouts_sampling_and_model_win() -> None:
     assert found.sampling == TRAIN
 
 
+@pytest.mark.parametrize(
+    ("dialect", "choice", "expected"),
+    [
+        (CHAT, "required", "auto"), (CHAT, "none", "none"), (CHAT, "auto", "auto"),
+        (CHAT, {"type": "function", "function": {"name": "a"}}, "auto"),
+        (RESPONSES, {"type": "function", "name": "a"}, "auto"),
+        (MESSAGES, {"type": "any"}, {"type": "auto"}),
+        (MESSAGES, {"type": "tool", "name": "a"}, {"type": "auto"}),
+        (MESSAGES, {"type": "none"}, {"type": "none"}),
+        (CHAT, [3], "auto"),
+    ],
+)  # fmt: skip
+def test_r13_a_tool_that_is_insisted_on_is_left_to_the_policy(
+    dialect: Any, choice: Any, expected: Any
+) -> None:
+    tools = [{"name": "a", "type": "function", "function": {"name": "a"}, "input_schema": {}}]
+    fields = {"tools": tools, "tool_choice": choice}
+    assert prepare(fields, dialect).fields["tool_choice"] == expected
+    assert prepare(fields, dialect, wire.Sampling()).fields["tool_choice"] == choice
+
+
 def test_r13_a_served_model_keeps_the_clients_wishes() -> None:
     found = prepare({"temperature": 0.3}, sampling=wire.Sampling())
     assert found.fields["temperature"] == 0.3

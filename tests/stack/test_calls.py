@@ -153,11 +153,32 @@ def test_the_rollouts_sampling_wins_over_what_the_harness_asks_for(stack: Stack)
     for _ in range(2):
         seat.openai.chat.completions.create(
             model="x", messages=[{"role": "user", "content": "hi"}], temperature=0, seed=1, n=3,
-            max_tokens=9000,
+            max_tokens=900_000,
         )  # fmt: skip
     first, second = seat.calls()
-    assert len(first.sampled_ids) <= 12  # collect.sampling.max_tokens; 9000 exceed the context
+    assert len(first.sampled_ids) <= 600  # collect.sampling; 900,000 exceed the context
     assert first.sampled_ids.tolist() != second.sampled_ids.tolist()
+
+
+def test_no_grammar_or_bias_bends_what_is_trained(stack: Stack) -> None:
+    seat, schema = Seat(stack), {"type": "object", "properties": {"a": {"type": "integer"}}}
+    strict = {**TOOL, "strict": True, "parameters": {**schema, "additionalProperties": False}}
+    for extra in (
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": strict}], "tool_choice": "required"},
+        {"logit_bias": {"70": 100}, "min_tokens": 5, "allowed_token_ids": [70]},
+        {"structured_outputs": {"regex": "a+"}},
+    ):
+        seat.openai.chat.completions.create(
+            model="x", messages=[{"role": "user", "content": "hi"}], max_tokens=6,
+            extra_body=extra,
+        )  # fmt: skip
+    for call in seat.calls():
+        assert call.status == 200
+        assert_witnessed(stack, call)
+        assert (call.logprobs < 0).all()  # under a grammar many tokens are the only ones: 0.0
+    said = {tuple(call.sampled_ids.tolist()) for call in seat.calls()}
+    assert (70,) * 6 not in said
 
 
 def test_a_served_client_keeps_its_own_sampling(stack: Stack) -> None:
@@ -174,11 +195,11 @@ def test_a_prompt_beyond_the_context_is_told_in_the_dialect(stack: Stack) -> Non
     seat = Seat(stack)
     with pytest.raises(openai.BadRequestError, match="context"):
         seat.openai.chat.completions.create(
-            model="x", messages=[{"role": "user", "content": "x" * 5000}]
+            model="x", messages=[{"role": "user", "content": "x" * 140_000}]
         )
     with pytest.raises(anthropic.BadRequestError):
         seat.anthropic.messages.create(
-            model="x", max_tokens=5, messages=[{"role": "user", "content": "x" * 5000}]
+            model="x", max_tokens=5, messages=[{"role": "user", "content": "x" * 140_000}]
         )
     assert [call.status for call in seat.calls()] == [400, 400]
     assert [len(call.sampled_ids) for call in seat.calls()] == [0, 0]
