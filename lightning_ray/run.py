@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -63,19 +64,20 @@ def started(
     """
     _check(config)
     _prepare_folder(config)
-    os.environ.update(serve_environment(config))
     is_local = not os.environ.get("RAY_ADDRESS")
-    _init(config, is_local=is_local)
     parts: Parts | None = None
-    try:
-        parts = _start(config, say, loop)
-        yield parts
-    finally:
-        _close(parts)
-        if not is_local:
-            with contextlib.suppress(ray.exceptions.RayError):
-                stop_gateway()
-        ray.shutdown()  # on this machine it ends Serve, and every process of the run, too
+    with tempfile.TemporaryDirectory(prefix="lr-") as scratch:
+        os.environ.update(serve_environment(config, scratch))
+        _init(config, is_local=is_local)
+        try:
+            parts = _start(config, say, loop)
+            yield parts
+        finally:
+            _close(parts)
+            if config.gateway.haproxy or not is_local:  # HAProxy outlives the actor that began it
+                with contextlib.suppress(ray.exceptions.RayError):
+                    stop_gateway()
+            ray.shutdown()  # on this machine it ends every other process of the run, too
 
 
 def _check(config: Config) -> None:

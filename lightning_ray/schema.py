@@ -7,6 +7,7 @@ added, never renamed or retyped; a new field is nullable, and SCHEMA_VERSION goe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -169,6 +170,7 @@ class Batch:
 Record = TypeVar("Record")
 
 
+@functools.cache
 def arrow_schema(record: type) -> pa.Schema:
     """The Arrow schema of a record class, its fields in order, nullable where None is allowed."""
     return pa.schema(_fields(record), metadata={"schema_version": str(SCHEMA_VERSION)})

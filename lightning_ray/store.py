@@ -357,7 +357,7 @@ def _calls(exchange: Exchange, *, first_index: int) -> list[Call]:
 def _shorten(call: Call, earlier: list[Call]) -> StoredCall:
     """The call without what the best of the last few calls has already."""
     candidates = earlier[-8:]
-    shared = [_common(_sequence(parent), call.prompt_ids) for parent in candidates]
+    shared = [_shared(parent, call.prompt_ids) for parent in candidates]
     fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
     if not candidates:
         return StoredCall(
@@ -402,6 +402,14 @@ def _rendered(call: Call) -> np.ndarray:
     return call.prompt_ids if call.rendered_ids is None else call.rendered_ids
 
 
+def _shared(parent: Call, prompt_ids: np.ndarray) -> int:
+    """Tokens at the front of a prompt that are the parent's prompt, and then its answer."""
+    shared = _common(parent.prompt_ids, prompt_ids)
+    if shared == len(parent.prompt_ids):
+        shared += _common(parent.sampled_ids, prompt_ids[shared:])
+    return shared
+
+
 def _sequence(call: Call) -> np.ndarray:
     return np.concatenate([call.prompt_ids, call.sampled_ids])
 
@@ -413,5 +421,5 @@ def _bytes(raw: bytes) -> np.ndarray:
 def _common(a: np.ndarray, b: np.ndarray) -> int:
     """Length of the common front of two arrays."""
     n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    equal = a[:n] == b[:n]
+    return int(equal.argmin()) if not equal.all() else n

@@ -57,7 +57,7 @@ def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             },
             "collect": {"sampling": {"max_tokens": 600}},
             # a client's clock of 3 s runs out before headers come, one of 2 s not after them
-            "gateway": {"headers_s": 3.5, "keep_alive_s": 1.0, "grace_s": 4.0},
+            "gateway": {"headers_s": 3.5, "keep_alive_s": 1.0},
         }
     )  # fmt: skip
     with warnings.catch_warnings():

@@ -39,13 +39,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--bytes", type=int, default=8000)
-    parser.add_argument("--haproxy", action="store_true")
+    parser.add_argument("--haproxy", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--replicas", type=int, default=1)
     options = parser.parse_args()
     pipe, other = multiprocessing.Pipe()
     stub = multiprocessing.get_context("spawn").Process(target=_stub, args=(other,), daemon=True)
     stub.start()
     engine_url = pipe.recv()
-    base_url, actors = _start(engine_url, options.haproxy)
+    base_url, actors = _start(engine_url, options)
     body = json.dumps(
         {
             "model": "x",
@@ -64,20 +65,24 @@ def main() -> None:
     ray.shutdown()
 
 
-def _start(engine_url: str, haproxy: bool) -> tuple[str, list[Any]]:
+def _start(engine_url: str, options: argparse.Namespace) -> tuple[str, list[Any]]:
     """The gateway's base URL, and the actors, which live as long as they are held."""
     import os
 
     config = Config.model_validate(
-        {"name": "bench", "model": {"path": "none"}, "gateway": {"haproxy": haproxy}}
+        {
+            "name": "bench",
+            "model": {"path": "none"},
+            "gateway": {"haproxy": options.haproxy, "replicas": options.replicas},
+        }
     )
-    os.environ.update(serve_environment(config))
+    os.environ.update(serve_environment(config, tempfile.mkdtemp(prefix="lr-")))
     ray.init(address="local", namespace=NAMESPACE, num_cpus=4, log_to_driver=False)
     gate = ray.remote(num_cpus=0, max_concurrency=1000)(Gate).options(name="gate").remote()
     store = (
         ray.remote(num_cpus=0, max_concurrency=10000)(Store)
         .options(name="store")
-        .remote(tempfile.mkdtemp(prefix="lightning-ray-bench-"))
+        .remote(tempfile.mkdtemp(prefix="lr-"))
     )
     for index in range(64):
         task = Task(task_id="t", data_json="{}")

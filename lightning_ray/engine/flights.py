@@ -22,6 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _LOOK_S = 1.0
+_END_S = 5.0
 
 
 class Flights:
@@ -68,7 +69,7 @@ class Flights:
                     flight.left_at = time.monotonic()
                 elif flight.is_over(self.keep_s if flight.is_done else self.grace_s):
                     log.info("nobody asked again for %s; it is ended", key)
-                    flight.task.cancel()
+                    flight.end()
                     del self._flights[key]
 
 
@@ -77,6 +78,7 @@ class _Flight:
         self.is_done = False
         self.left_at = time.monotonic()
         self._num_followers = 0
+        self._is_ended = asyncio.Event()
         self._messages: list[Message] = []
         self._grown = asyncio.Event()
         self.task = asyncio.create_task(self._run(app, scope, body))
@@ -84,6 +86,12 @@ class _Flight:
 
     def is_over(self, limit_s: float) -> bool:
         return not self._num_followers and time.monotonic() - self.left_at > limit_s
+
+    def end(self) -> None:
+        """Tell the app that its caller has left, which ends what it has under way for it."""
+        self._is_ended.set()
+        # vLLM runs a request in a task of its own, which a cancellation here would leave running
+        asyncio.get_running_loop().call_later(_END_S, self.task.cancel)
 
     async def follow(self, receive: Receive, send: Send) -> None:
         """Send the reply from its start as it grows, until it ends or the follower leaves."""
@@ -112,10 +120,12 @@ class _Flight:
         async def receive() -> Message:
             if request:
                 return request.pop()
-            await asyncio.Event().wait()  # a follower may leave; the run is cancelled, if anything
-            raise AssertionError
+            await self._is_ended.wait()  # whatever a single follower does
+            return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
+            if self._is_ended.is_set():
+                raise OSError("nobody follows this request any more")
             self._messages.append(message)
             self._grow()
 

@@ -91,10 +91,10 @@ class _Call:
     @property
     def key(self) -> str:
         """The same for a request that is sent again."""
-        digest = hashlib.blake2b(digest_size=16)
+        digest = hashlib.sha256()
         for part in (self.dialect.path.encode(), self.thread.encode(), self.raw):
             digest.update(len(part).to_bytes(8, "big") + part)
-        return f"{self.claims.rollout_id}/{self.claims.attempt}/{digest.hexdigest()}"
+        return f"{self.claims.rollout_id}/{self.claims.attempt}/{digest.hexdigest()[:32]}"
 
 
 class _Gateway:

@@ -24,10 +24,20 @@ from lightning_ray.store import Exchange
 APP = "lightning-ray"
 
 
-def serve_environment(config: Config) -> dict[str, str]:
-    """Variables every Ray process needs before it starts, for the ingress this run wants."""
+def serve_environment(config: Config, scratch: str) -> dict[str, str]:
+    """Variables every Ray process needs before it starts, for the ingress this run wants.
+
+    scratch: a folder for HAProxy's own files; its default is one for the whole machine.
+    """
+    host = config.gateway.host
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if config.gateway.haproxy else "0",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{scratch}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{scratch}/admin.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": scratch,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{scratch}/server-state",
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port(host)),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port(host)),
         # a change of replicas must not cut calls that are held through a weight update
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # when a run ends its harnesses have ended; 30 s of draining would be waited for in vain

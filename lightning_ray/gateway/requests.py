@@ -237,7 +237,7 @@ def _kind(fields: Fields, headers: Mapping[str, str]) -> Kind:
     turn = _turn_metadata(headers)
     if turn.get("request_kind") in ("compaction", "prewarm"):
         return turn["request_kind"]
-    tail, system = _text(_last(fields)), _text(fields.get("system")) + _text(_first(fields))
+    tail, system = _text(_last(fields)), _text(fields.get("system")) or _text(_first(fields))
     if any(words in tail or words in system for words in _COMPACTION):
         return "compaction"
     if not fields.get("tools"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +302,47 @@ def test_show_prints_a_trajectory_with_its_mask(stack: Stack, tmp_path: Path) ->
     assert shown.returncode == 0, shown.stderr
     assert "sample 0:" in shown.stdout
     assert "héllo" in shown.stdout
+
+
+async def test_r7_a_client_that_stays_away_leaves_no_running_request(stack: Stack) -> None:
+    seat, (engine,) = Seat(stack, "serve"), stack.parts.engines
+    async with httpx.AsyncClient(timeout=2.0) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(
+                f"{seat.base_url}/v1/completions", headers={"x-api-key": seat.key},
+                json={"prompt": "x", "max_tokens": 100_000, "ignore_eos": True},
+            )  # fmt: skip
+    assert ray.get(engine.num_running.remote()) == 1  # it may ask again
+    deadline = time.monotonic() + 60
+    while ray.get(engine.num_running.remote()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.5)
+    assert ray.get(engine.num_running.remote()) == 0
+    assert seat.calls() == ()
+
+
+@pytest.mark.timeout(200)
+def test_a_gateway_replica_that_is_killed_loses_no_call_and_samples_none_twice(
+    stack: Stack,
+) -> None:
+    seat = Seat(stack, "serve")
+    client = openai.OpenAI(base_url=f"{seat.base_url}/v1", api_key=seat.key, max_retries=30)
+    prompt = f"killed {uuid.uuid4().hex}"
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(
+            client.completions.create, model="x", prompt=prompt, max_tokens=900,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        time.sleep(1.0)
+        (replica,) = [
+            actor for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["name"].startswith("SERVE_REPLICA::lightning-ray#gateway#")
+        ]  # fmt: skip
+        ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
+        reply = asking.result(timeout=150)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 900
+    (call,) = seat.calls()
+    assert len(call.sampled_ids) == 900
+    assert_witnessed(stack, call)
+    seen = [json.loads(line)["prompt"] for line in stack.witness.read_text().splitlines()]
+    assert seen.count(call.prompt_ids.tolist()) == 1
