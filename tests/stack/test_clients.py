@@ -39,6 +39,8 @@ TASK = {"prompt": PROMPT, "path": "made.txt", "text": "by the agent\n", "files":
 CONTEXT = 131072  # the tiny model reads bytes
 FIRST = "git init --quiet && echo first-$((20 + 3))"
 SECOND = "echo by the agent > made.txt; echo second-$((40 + 5))"
+HOLD_S = float(os.environ.get("LR_HOLD_S", "12"))
+"""How long the nightly weight update holds every call; 370 tries the clients' real clocks."""
 Play = Callable[..., list[str]]
 
 
@@ -263,7 +265,7 @@ async def session(
         return text
 
     runner = Runner(
-        HarnessConfig(recipe="-", grader="tests.clients:made", timeout_s=240),
+        HarnessConfig(recipe="-", grader="tests.clients:made", timeout_s=240 + HOLD_S),
         recipe=recipe.model_copy(
             update={
                 "command": [swapped(word) for word in recipe.command],
@@ -463,3 +465,43 @@ async def test_a_slow_client_works_through_its_recipe(
     played = [call for call in seat.calls() if text_of(stack, call).removesuffix(END) in says]
     assert len(played) >= 3
     assert {call.status for call in seat.calls()} == {200}
+
+
+@nightly
+@pytest.mark.timeout(1800)
+async def test_sessions_of_all_kinds_survive_a_long_weight_update(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tools = {"Bash": "command", "exec_command": "cmd", "bash": "command", "sh": "command"}
+    submit = use("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    rules = [{"when": "returncode[^?]*second-45", "say": submit},
+             {"when": "second-45", "say": "It is made."}]  # fmt: skip
+    rules += [
+        {"when": f'"name": "{tool}"(.|\n)*made.txt', "say": use(tool, **{key: SECOND})}
+        for tool, key in tools.items()
+    ]
+    Path(os.environ["LR_TEST_SCRIPT"]).write_text(json.dumps(rules))
+    for client in (clients.CLAUDE_CODE, clients.CODEX):
+        provide(client, monkeypatch)
+    programs = ["claude_code", "codex", "mini_swe_agent"]
+    seats = [Seat(stack) for _ in range(len(programs) + 3)]
+    folders = [tmp_path / f"sdk-{index}" for index in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    with held(stack, HOLD_S):
+        results = await asyncio.gather(
+            *(session(stack, seat, name) for seat, name in zip(seats, programs, strict=False)),
+            *(
+                asyncio.to_thread(agent, seat, folder)
+                for agent, seat, folder in zip(
+                    (chat, responses, messages), seats[3:], folders, strict=True
+                )
+            ),
+        )
+    assert [result.reward for result in results[:3]] == [1.0] * 3, results  # type: ignore[union-attr]
+    assert results[3:] == ["It is made."] * 3
+    for seat in seats:
+        calls = seat.calls()
+        assert [call.status for call in calls] == [200, 200]
+        assert calls[0].duration_s > HOLD_S / 2
+        assert_one_sample(calls)
