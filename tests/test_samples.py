@@ -107,3 +107,9 @@ def test_r24_an_answer_that_never_came_back_is_discarded() -> None:
     assert [c.index for c in discarded([first, again, onward])] == [0]
     other = replace(call([8], [8], 3), thread="sub-agent")  # the last of its own thread
     assert [c.index for c in discarded([first, again, onward, other])] == [0]
+
+
+def test_r11_turns_the_harness_wrote_itself_are_context() -> None:
+    few_shot = [1, 2, 3, 4]  # an assistant's turn among them, which nobody sampled
+    (sample,) = build(call(few_shot, [5]), call([*few_shot, 5, 6], [7], 1))
+    assert sample.mask.tolist() == [False] * 4 + [True, False, True]

@@ -43,6 +43,8 @@ def serve_environment(config: Config, scratch: str) -> dict[str, str]:
         # when a run ends its harnesses have ended; 30 s of draining would be waited for in vain
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.5",
+        # the app never blocks: a thread of its own would only cost hand-overs
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     }
 
 

@@ -39,6 +39,7 @@ def test_the_sdks_work_at_the_printed_address_streamed_and_not(
     config.write_text(
         f"name: served\nruns: {tmp_path}\nmodel: {{path: {tiny_model}, dtype: float32}}\n"
         "engine: {device: cpu, max_model_len: 1024, kv_cache_bytes: 134217728}\n"
+        "gateway: {haproxy: false, replicas: 2}\n"  # the other tests: HAProxy, one replica
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_ray.cli", "serve", str(config)],

@@ -89,7 +89,7 @@ async def test_an_unknown_route_names_the_known_ones(world: World) -> None:
     assert "/v1/chat/completions" in reply.json()["error"]["message"]
 
 
-async def test_the_base_url_works_with_and_without_v1_and_answers_probes(world: World) -> None:
+async def test_r1_the_base_url_works_with_and_without_v1_and_answers_probes(world: World) -> None:
     base = "/rollout/r1/attempt/0"
     headers = {"x-api-key": make_key()}
     assert (await world.client.head(base)).status_code == 200

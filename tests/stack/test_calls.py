@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -122,7 +121,7 @@ DIALECTS = [
 
 
 @pytest.mark.parametrize("send", DIALECTS, ids=lambda send: send.__name__)
-def test_every_dialect_is_recorded_as_the_engine_saw_it(
+def test_r9_r16_every_dialect_is_recorded_as_the_engine_saw_it_and_usage_is_true(
     stack: Stack, send: Callable[[Seat], int]
 ) -> None:
     seat = Seat(stack)
@@ -288,20 +287,27 @@ def test_a_running_call_is_frozen_through_sleep_and_keeps_its_tokens(stack: Stac
     assert len(recorded.sampled_ids) == 600
 
 
-def test_show_prints_a_trajectory_with_its_mask(stack: Stack, tmp_path: Path) -> None:
-    import subprocess
-    import sys
+def test_show_prints_a_trajectory_its_mask_and_why_calls_do_not_join(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lightning_ray.cli import main
 
     seat = Seat(stack)
-    chat(seat)
-    shown = subprocess.run(
-        [sys.executable, "-m", "lightning_ray.cli", "show", str(stack.config.run_dir),
-         "--rollout", seat.rollout.rollout_id],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
-    assert "sample 0:" in shown.stdout
-    assert "héllo" in shown.stdout
+    for words in ("héllo", "hallo"):
+        seat.openai.chat.completions.create(
+            model="x", messages=[{"role": "user", "content": words}], max_tokens=4
+        )
+    asked = ["show", str(stack.config.run_dir), "--rollout", seat.rollout.rollout_id]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert "sample 1:" in shown
+    assert "héllo" in shown
+    assert main([*asked, "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert "call 0  main    version [0]  first  (its answer never came back)" in shown
+    assert "parts from call 0 after" in shown
+    assert "was 'éllo" in shown
+    assert "is  'allo" in shown
 
 
 async def test_r7_a_client_that_stays_away_leaves_no_running_request(stack: Stack) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import ray
 
@@ -151,6 +152,13 @@ def shell(command: str, workdir: Path) -> str:
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}}
 
 
+TOOLS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"type": "function", "function": {"name": "sh", "parameters": PARAMETERS}},
+    "messages": {"name": "sh", "input_schema": PARAMETERS},
+    "responses": {"type": "function", "name": "sh", "parameters": PARAMETERS},
+}
+
+
 def chat(seat: Seat, workdir: Path) -> str:
     function = {"name": "sh", "description": "Runs it.", "parameters": PARAMETERS}
     messages: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -239,6 +247,42 @@ def test_an_oddly_written_call_that_comes_back_tidied_is_continued(
     assert_played(stack, seat, "messages", says)
     assert [call.joined for call in seat.calls()] == ["first", "continued"]
     assert_one_sample(seat.calls())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("route", ["chat/completions", "messages", "responses"])
+def test_r18_a_call_that_cannot_be_parsed_is_handed_on_and_recorded_as_it_is(
+    stack: Stack, play: Play, route: str, streamed: bool
+) -> None:
+    seat = Seat(stack)
+    (said,) = play((PROMPT, '<tool_call>{"name": "sh", "arguments": {"command": "ls}</tool_call>'))
+    body = {
+        "messages": [{"role": "user", "content": PROMPT}], "input": PROMPT, "stream": streamed,
+        "max_tokens": 200, "tools": [TOOLS[route]],
+    }  # fmt: skip
+    reply = httpx.post(
+        f"{seat.base_url}/v1/{route}", json=body, headers={"x-api-key": seat.key}, timeout=60
+    )
+    assert reply.status_code == 200
+    (called,) = seat.calls()
+    assert (called.status, text_of(stack, called)) == (200, said + END)
+
+
+def test_r19_system_messages_stay_in_place_and_billing_blocks_go(stack: Stack) -> None:
+    seat = Seat(stack)
+    seat.anthropic.messages.create(
+        model="x", max_tokens=2,
+        system=[{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.332.4e6;"},
+                {"type": "text", "text": "You are an agent."}],
+        messages=[{"role": "user", "content": "one"},
+                  {"role": "system", "content": "Today is Monday."},  # type: ignore[list-item]
+                  {"role": "user", "content": "two"}],
+    )  # fmt: skip
+    (called,) = seat.calls()
+    prompt = tokenizer_in(stack.config.model.path).decode(called.prompt_ids)
+    assert "billing" not in prompt
+    places = [prompt.index(words) for words in ("You are", "one", "Today is", "two")]
+    assert places == sorted(places)
 
 
 # --- the clients, started by their recipes
