@@ -21,7 +21,12 @@ from lightning_ray.collect import Collector, load_tasks
 from lightning_ray.config import Config, load_function
 from lightning_ray.engine.actor import answers, start_engines
 from lightning_ray.errors import ConfigError
-from lightning_ray.gateway.deploy import serve_environment, start_gateway, stop_gateway
+from lightning_ray.gateway.deploy import (
+    serve_environment,
+    start_gateway,
+    stop_gateway,
+    stop_haproxy,
+)
 from lightning_ray.gateway.gate import Gate
 from lightning_ray.harness.recipe import load_recipe
 from lightning_ray.harness.runner import start_runners
@@ -74,10 +79,11 @@ def started(
             yield parts
         finally:
             _close(parts)
-            if config.gateway.haproxy or not is_local:  # HAProxy outlives the actor that began it
+            if not is_local:
                 with contextlib.suppress(ray.exceptions.RayError):
                     stop_gateway()
-            ray.shutdown()  # on this machine it ends every other process of the run, too
+            ray.shutdown()  # on this machine it ends Serve, and every process of the run, too
+            stop_haproxy(scratch)
 
 
 def _check(config: Config) -> None:

@@ -113,6 +113,10 @@ class _Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request below `/rollout`."""
+        if scope["type"] == "websocket":  # Codex tries one first, and takes HTTP when told so
+            refusal = {"type": "websocket.http.response.start", "status": 426, "headers": []}
+            await send(refusal)
+            return await send({"type": "websocket.http.response.body", "body": b"use HTTP"})
         request = Request(scope, receive, send)
         rollout_id, attempt, path = _parts(request)
         dialect = DIALECTS.get(path, DIALECTS["models"])

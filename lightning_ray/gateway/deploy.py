@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
@@ -87,6 +89,14 @@ def start_gateway(
 def stop_gateway() -> None:
     """Take the deployment and Serve itself down."""
     serve.shutdown()
+
+
+def stop_haproxy(scratch: str) -> None:
+    """End the HAProxy whose files are in this folder: it outlives the actor that started it."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(word.startswith(scratch) for word in process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
 
 
 def _build(config: Config, engine_urls: Sequence[str], secret: str, namespace: str) -> Any:

@@ -6,12 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
+import aiohttp
 import msgspec
 import pytest
 
 from lightning_ray import wire
 from lightning_ray.gateway.keys import Claims, sign
-from tests.gateway.world import ROUTES, World, make_key, make_world
+from tests.gateway.world import ROUTES, World, make_key, make_world, url
 
 
 @pytest.fixture
@@ -157,3 +158,14 @@ async def test_a_call_held_too_long_is_told_so() -> None:
         reply = await world.call()
         assert reply.status_code == 503
         assert "weights have been moving" in reply.json()["error"]["message"]
+
+
+async def test_r21_a_websocket_is_refused_with_426(world: World) -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(f"{str(world.client.base_url).rstrip('/')}{url('responses')}")
+    assert refused.value.status == 426
+    reply = await world.client.get(
+        "/rollout/r1/attempt/0/v1/responses", headers={"upgrade": "websocket"}
+    )
+    assert reply.status_code == 426

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import pytest
 
 from lightning_ray.samples import build_samples
@@ -200,9 +200,15 @@ def _ask_responses(seat: Seat, sent: Any, *, streamed: bool) -> tuple[str, str]:
     return reply.output_text, reply.id
 
 
-def test_r21_codex_is_told_to_use_http_instead_of_a_websocket(stack: Stack) -> None:
+async def test_r21_codex_is_told_to_use_http_instead_of_a_websocket(stack: Stack) -> None:
     seat = Seat(stack)
     (first, *_) = json.loads((WIRE / f"{NOT_HTTP}.json").read_text())["exchanges"]
-    headers = first["request"]["headers"] | {"Authorization": f"Bearer {seat.key}"}
-    reply = httpx.get(f"{seat.base_url}/v1/responses", headers=headers)
-    assert reply.status_code == 426
+    headers = {
+        name: value for name, value in first["request"]["headers"].items()
+        if not name.lower().startswith("sec-") and name.lower() != "upgrade"
+    }  # fmt: skip
+    headers["Authorization"] = f"Bearer {seat.key}"
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(f"{seat.base_url}/v1/responses", headers=headers)
+    assert refused.value.status == 426
