@@ -83,11 +83,12 @@ class Dialect:
             return _event("response.failed", index, response)
         return b"data: " + problem + b"\n\n"
 
-    def last_event(self, body: bytes) -> int:
-        """Where in an event stream the events begin that tell the harness its reply is whole;
-        the length of the whole events when none has come yet."""
-        found = _LAST_EVENTS[self.name].search(body)
-        return body.rfind(b"\n\n", 0, found.start() if found else None) + 2 if body else 0
+    def last_event(self, body: bytearray, start: int) -> int:
+        """Where in an event stream, from `start` on, the events begin that tell the harness its
+        reply is whole; the end of the whole events when none has come yet."""
+        found = _LAST_EVENTS[self.name].search(body, start)
+        end = body.rfind(b"\n\n", start, found.start() if found else len(body))
+        return start if end < 0 else end + 2
 
 
 DIALECTS = {

@@ -36,7 +36,7 @@ class Reply:
     engine_url: str
 
 
-Show = Callable[[str, bytes], Awaitable[None]]
+Show = Callable[[str, bytearray], Awaitable[None]]
 """Told the exchange and its body so far, whenever more of it has come."""
 
 
@@ -148,7 +148,7 @@ async def _whole(chunks: AsyncIterator[bytes], url: str, show: Show | None) -> R
         elif kind == wire.BODY:
             body += payload
             if show is not None and head is not None and head.status == 200:
-                await show(head.exchange_id, bytes(body))
+                await show(head.exchange_id, body)
         elif head is not None:
             return Reply(head.status, head.headers, bytes(body), payload, head.exchange_id, url)
     raise aiohttp.ClientPayloadError("the engine's reply ended early")

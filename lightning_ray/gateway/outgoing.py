@@ -50,19 +50,19 @@ class Outgoing:
         await self._body(self.dialect.keep_alive(self.reply_id, index, streamed=self.streamed))
         self._num_keep_alives += 1
 
-    async def show(self, exchange_id: str, body: bytes) -> None:
+    async def show(self, exchange_id: str, body: bytearray) -> None:
         """Send what is new in the body so far, but not the events that end it.
 
         EngineError when an engine died and another began this reply anew.
         """
         if self._num_sent and exchange_id != self._exchange_id:
             raise EngineError("the engine was lost in the middle of a live reply")
-        whole = body[: self.dialect.last_event(body)]
-        if whole:
+        end = self.dialect.last_event(body, self._num_sent)
+        if end > self._num_sent:
             if not self.has_started:
                 await self._start(200, [("content-type", self._media_type())])
             self._exchange_id = exchange_id
-            await self._rest(whole, more=True)
+            await self._part(bytes(body[self._num_sent : end]), more=True)
 
     async def finish(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         """Send the rest, and end."""
@@ -70,7 +70,7 @@ class Outgoing:
             return await self.fail(status, body)
         if not self.has_started:
             await self._start(status, [kv for kv in headers if _KEPT_HEADERS.fullmatch(kv[0])])
-        await self._rest(body, more=False)
+        await self._part(body[self._num_sent :], more=False)
 
     async def fail(self, status: int, problem: bytes) -> None:
         """End with an error body of this dialect; CannotTell when it is too late for one."""
@@ -83,18 +83,16 @@ class Outgoing:
             self.dialect.stream_error(problem, self.reply_id, self._num_keep_alives), more=False
         )
 
-    async def _rest(self, body: bytes, *, more: bool) -> None:
-        """Send the body from where the last part ended; rewriting goes event by event, so what
-        was sent is always a front of what is to be sent."""
+    async def _part(self, part: bytes, *, more: bool) -> None:
+        """Send what follows the last part; of a stream, whole events."""
         if not self._num_sent:
             self._opening = self._num_keep_alives
+        self._num_sent += len(part)
         if self.seals:
-            body = seal_reasoning(body, streamed=self.streamed)
+            part = seal_reasoning(part, streamed=self.streamed)
         if self._opening and self.streamed and self.dialect.name == "responses":
-            body = after_keep_alives(body, num_sent=self._opening, reply_id=self.reply_id)
-        new = body[self._num_sent :]
-        self._num_sent += len(new)  # a reply asked for again begins shorter than what was sent
-        await self._body(new, more=more)
+            part = after_keep_alives(part, num_sent=self._opening, reply_id=self.reply_id)
+        await self._body(part, more=more)
 
     async def _start(self, status: int, headers: list[tuple[str, str]]) -> None:
         self.has_started = True
