@@ -70,19 +70,20 @@ class Engines:
     ) -> Reply:
         """The first whole reply; EngineError when there is none within the patience.
 
-        An engine that was cut off is asked again, and joins the request it has under way; one that
-        is gone is passed over for the next in the rollout's order.
+        An engine that was cut off is asked again, and joins the request it has under way; only one
+        that cannot be reached is passed over for the next in the rollout's order.
         """
         deadline = asyncio.get_running_loop().time() + self.patience_s
         order = sorted(self.urls, key=lambda url: zlib.crc32(f"{rollout_id}{url}".encode()))
-        num_tries = 0
+        num_tries = num_gone = 0
         while True:
-            url = order[num_tries % len(order)]
+            url = order[num_gone % len(order)]
             try:
                 return await self._ask(url, method, path, body, headers, show)
             except aiohttp.ClientError as error:
                 log.warning("%s did not answer /v1/%s (try %d): %r", url, path, num_tries, error)
                 num_tries += 1
+                num_gone += isinstance(error, aiohttp.ClientConnectorError)
                 pause_s = min(0.1 * 2**num_tries, _MAX_PAUSE_S)
                 if asyncio.get_running_loop().time() + pause_s > deadline:
                     index = self.urls.index(url)

@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.gateway.fake_engine import capture, stream_of
+from tests.gateway.fake_engine import FakeEngine, capture, serving, stream_of
 from tests.gateway.world import World, content, headers, make_key, make_world, url
 
 IMPATIENT: dict[str, Any] = {"headers_s": 0.1, "keep_alive_s": 0.06}
@@ -314,6 +314,19 @@ async def test_a_connection_to_the_engine_cut_in_any_place_samples_once(reply: s
             world.engine.cut_replies = num_cuts
             assert await Clients(world).text("messages", streamed=True) == "héy"
         assert len(world.engine.requests) == len(world.recorded) == 3
+
+
+async def test_a_cut_connection_is_mended_at_the_engine_that_has_the_call() -> None:
+    other = FakeEngine()
+    async with serving(other) as url_of_other, make_world(more_urls=[url_of_other]) as world:
+        await world.gate.open()
+        for number in range(6):
+            world.engine.cut_replies = other.cut_replies = 1
+            rollout = f"r{number}"
+            assert (await world.call(rollout=rollout, key=make_key(rollout))).status_code == 200
+        assert world.engine.requests
+        assert other.requests
+        assert len(world.engine.requests) + len(other.requests) == len(world.recorded) == 6
 
 
 async def test_a_reply_that_was_recorded_and_lost_on_its_way_is_recorded_once() -> None:

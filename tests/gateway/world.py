@@ -87,6 +87,7 @@ async def make_world(
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(engine)) for _ in range(num_engines)]
         urls += [f"http://127.0.0.1:{9 + index}" for index in range(num_dead)]
+        urls += ties.pop("more_urls", [])
         settings: dict[str, Any] = {
             "engine_urls": urls, "secret": SECRET, "served_name": "policy",
             "sampling": {"train": wire.Sampling(temperature=1.0, max_tokens=100),
