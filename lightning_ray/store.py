@@ -356,31 +356,41 @@ def _calls(exchange: Exchange, *, first_index: int) -> list[Call]:
 
 def _shorten(call: Call, earlier: list[Call]) -> StoredCall:
     """The call without what the best of the last few calls has already."""
-    candidates = earlier[-8:]
-    shared = [_shared(parent, call.prompt_ids) for parent in candidates]
     fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
-    if not candidates:
+    if not earlier:
         return StoredCall(
             **fields, parent_call_id=None, prompt_shared=0, request_head=0, request_tail=0
         )
-    best = int(np.argmax(shared))
-    body, other = _bytes(call.request), _bytes(candidates[best].request)
+    parent, shared = _parent(call, earlier[-8:])
+    body, other = _bytes(call.request), _bytes(parent.request)
     head = _common(other, body)
     tail = _common(other[head:][::-1], body[head:][::-1])
-    fields["prompt_ids"] = call.prompt_ids[shared[best] :]
+    fields["prompt_ids"] = call.prompt_ids[shared:]
     fields["request"] = call.request[head : len(call.request) - tail]
     rendered_shared = None
     if call.rendered_ids is not None:
-        rendered_shared = _common(_rendered(candidates[best]), call.rendered_ids)
+        rendered_shared = _common(_rendered(parent), call.rendered_ids)
         fields["rendered_ids"] = call.rendered_ids[rendered_shared:]
     return StoredCall(
         **fields,
         rendered_shared=rendered_shared,
-        parent_call_id=candidates[best].call_id,
-        prompt_shared=shared[best],
+        parent_call_id=parent.call_id,
+        prompt_shared=shared,
         request_head=head,
         request_tail=tail,
     )
+
+
+def _parent(call: Call, candidates: list[Call]) -> tuple[Call, int]:
+    """The candidate that shares most of the prompt, and how many tokens that is."""
+    best, most = candidates[-1], 0
+    for parent in reversed(candidates):
+        shared = _shared(parent, call.prompt_ids)
+        if shared > most:
+            best, most = parent, shared
+        if shared and shared in (len(call.prompt_ids), len(_sequence(parent))):
+            break  # the call goes on where this one ended, or samples the same prompt again
+    return best, most
 
 
 def _restore(stored: StoredCall, earlier: list[Call]) -> Call:

@@ -5,7 +5,8 @@
 
 The engine is a stub that answers at once in the real frames, in a process of its own, so what is
 measured is the gateway: Ray Serve and its ingress, admission, the store's group commit. The same
-load goes to the stub directly for comparison. Load generator, stub and gateway share this machine.
+load goes to the stub directly for comparison. Load generator, stub and gateway share this machine;
+the first two speak bare HTTP/1.1, so that the machine is left to the gateway.
 `--chunks` streams replies of so many events; `--no-record` puts a fake store that only says yes in
 place of the store.
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
+import urllib.parse
 import uuid
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +31,7 @@ import aiohttp
 import msgspec
 import psutil
 import ray
+import uvloop
 
 from lightning_ray import wire
 from lightning_ray.config import Config
@@ -67,7 +71,7 @@ def main() -> None:
         for clients in options.clients:
             for name, url in (("engine", engine_url), ("gateway", base_url)):
                 before = _cpu_s()
-                rate, p50, p99, num = asyncio.run(_load(url, name, body, clients, options.seconds))
+                rate, p50, p99, num = uvloop.run(_load(url, name, body, clients, options.seconds))
                 spent = {part: (s - before[part]) / num * 1000 for part, s in _cpu_s().items()}
                 chunks = f"  {rate * options.chunks:8.0f} chunks/s" if options.chunks else ""
                 print(
@@ -153,23 +157,45 @@ async def _load(
     latencies: list[float] = []
     num_requests = 0
     deadline = time.perf_counter() + seconds + 1.0
+    address = urllib.parse.urlsplit(url)
 
-    async def client(index: int, session: aiohttp.ClientSession) -> None:
+    async def client(index: int) -> None:
         nonlocal num_requests
         prefix, headers = _seat(index)
-        path = f"{url}{'' if name == 'engine' else prefix}/v1/chat/completions"
+        path = f"{'' if name == 'engine' else prefix}/v1/chat/completions"
+        head = _head(path, {**headers, "host": address.netloc}, len(body) + 9)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
         while (began := time.perf_counter()) < deadline:
-            async with session.post(path, data=body, headers=headers) as reply:
-                text = await reply.read()
-                assert reply.status == 200, text
+            # no two calls are the same, as a harness's are not
+            writer.write(b'%s{"n":%4d,%s' % (head, num_requests % 10000, body[1:]))
+            status, text = await _reply(reader)
+            assert status == 200, text
             num_requests += 1
             if began > deadline - seconds:  # the first second warms up
                 latencies.append(time.perf_counter() - began)
+        writer.close()
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(client(index, session) for index in range(clients)))
+    await asyncio.gather(*map(client, range(clients)))
     cuts = statistics.quantiles(latencies, n=100)
     return len(latencies) / seconds, cuts[49] * 1000, cuts[98] * 1000, num_requests
+
+
+def _head(path: str, headers: dict[str, str], size: int) -> bytes:
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    head = f"POST {path} HTTP/1.1\r\n{''.join(lines)}content-length: {size}\r\n\r\n"
+    return head.encode()
+
+
+async def _reply(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Status and body of the next reply on a connection."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if b"content-length: " in head:
+        body = await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+    else:
+        body = b""
+        while not body.endswith(b"0\r\n\r\n"):
+            body += await reader.readuntil(b"\r\n\r\n")
+    return int(head.split(b" ", 2)[1]), body
 
 
 async def _hold(url: str, gate: Any, number: int) -> None:
@@ -218,8 +244,6 @@ def _processes(words: str) -> list[psutil.Process]:
 
 def _stub(pipe: Connection, chunks: int) -> None:
     """An engine that samples 16 tokens in no time."""
-    from aiohttp import web
-
     raw = bytes(4 * 16)
     capture = wire.Capture(bytes(4 * 2000), raw, raw, raw, "stop")
     event = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"word"}}]}\n\n'
@@ -228,25 +252,23 @@ def _stub(pipe: Connection, chunks: int) -> None:
     rest = b"".join(wire.frame(wire.BODY, body) for body in bodies)
     rest += wire.frame(wire.CAPTURES, wire.encode_captures([capture]))
 
-    async def answer(request: web.Request) -> web.Response:
-        await request.read()
-        if request.path == wire.DELIVERED_PATH:
-            return web.Response()
-        head = wire.Head(200, [("content-type", kind)], uuid.uuid4().hex)
-        reply = wire.frame(wire.HEAD, msgspec.json.encode(head)) + rest
-        return web.Response(body=reply, content_type=wire.MEDIA_TYPE)
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]
+                await reader.readexactly(int(size))
+                start = wire.Head(200, [("content-type", kind)], uuid.uuid4().hex)
+                reply = wire.frame(wire.HEAD, msgspec.json.encode(start)) + rest
+                lines = f"HTTP/1.1 200 OK\r\ncontent-length: {len(reply)}\r\n\r\n"
+                writer.write(lines.encode() + reply)
 
     async def serve() -> None:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", answer)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        pipe.send(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
-        await asyncio.Event().wait()
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, limit=1 << 22)
+        pipe.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await server.serve_forever()
 
-    asyncio.run(serve())
+    uvloop.run(serve())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from lightning_ray.gateway.gate import GateState, Lease
 from lightning_ray.store import Exchange
 
 APP = "lightning-ray"
+_GATHER_S = 0.004
+"""Exchanges that end within this time go to the store in one message."""
 
 
 def serve_environment(config: Config, scratch: str) -> dict[str, str]:
@@ -160,6 +162,7 @@ class _Recorder:
 
     async def _send(self) -> None:
         while self._waiting:
+            await asyncio.sleep(_GATHER_S)
             sent, self._waiting = self._waiting, []
             try:
                 results = await self._store.append_all.remote([exchange for exchange, _ in sent])

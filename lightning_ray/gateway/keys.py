@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import hmac
 import time
@@ -37,6 +38,14 @@ def sign(claims: Claims, *, secret: str) -> str:
 
 def verify(key: str, *, secret: str) -> Claims:
     """The claims of a key; KeyRefused when it is not ours, was altered, or has expired."""
+    claims = _opened(key, secret)
+    if claims.expires_at < time.time():
+        raise KeyRefused("the key has expired with its attempt")
+    return claims
+
+
+@functools.lru_cache(4096)
+def _opened(key: str, secret: str) -> Claims:
     text = key.removeprefix(_PREFIX)
     try:
         raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
@@ -45,10 +54,7 @@ def verify(key: str, *, secret: str) -> Claims:
     tag, payload = raw[:_TAG_BYTES], raw[_TAG_BYTES:]
     if not hmac.compare_digest(tag, _tag(payload, secret)):
         raise KeyRefused("the key is not one of this gateway's")
-    claims = msgspec.msgpack.decode(payload, type=Claims)
-    if claims.expires_at < time.time():
-        raise KeyRefused("the key has expired with its attempt")
-    return claims
+    return msgspec.msgpack.decode(payload, type=Claims)
 
 
 def _tag(payload: bytes, secret: str) -> bytes:
