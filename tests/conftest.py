@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,23 +42,31 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Gateway and engine, open; every test of the session uses the same ones."""
+    # a client's clock of 3 s runs out before headers come, one of 2 s not after them
+    clocks = {"headers_s": 3.5, "keep_alive_s": 1.0}
+    with make_stack(tmp_path_factory.mktemp("stack"), tiny_model, gateway=clocks) as made:
+        yield made
+
+
+@contextmanager
+def make_stack(folder: Path, model: Path, *, num_engines: int = 1, **more: Any) -> Iterator[Stack]:
+    """A run without harnesses whose engines play scripts and are witnessed."""
     from lightning_ray.run import started
 
-    folder = tmp_path_factory.mktemp("stack")
     os.environ["LR_TEST_WITNESS"] = str(folder / "witness.jsonl")
     os.environ["LR_TEST_SCRIPT"] = str(folder / "script.json")
     config = Config.model_validate(
         {
             "name": "stack",
             "runs": str(folder),
-            "model": {"path": str(tiny_model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": "float32"},
             "engine": {
-                "device": "cpu", "max_model_len": 131072, "kv_cache_bytes": 256 << 20,
+                "device": "cpu", "count": num_engines, "max_model_len": 131072,
+                "kv_cache_bytes": 256 << 20,
                 "args": ["--logits-processors", "tests.scripted:Scripted", "tests.witness:Witness"],
             },
             "collect": {"sampling": {"max_tokens": 600}},
-            # a client's clock of 3 s runs out before headers come, one of 2 s not after them
-            "gateway": {"headers_s": 3.5, "keep_alive_s": 1.0},
+            **more,
         }
     )  # fmt: skip
     with warnings.catch_warnings():

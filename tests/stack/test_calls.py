@@ -339,11 +339,7 @@ def test_a_gateway_replica_that_is_killed_loses_no_call_and_samples_none_twice(
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         time.sleep(1.0)
-        (replica,) = [
-            actor for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["name"].startswith("SERVE_REPLICA::lightning-ray#gateway#")
-        ]  # fmt: skip
-        ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
+        kill_replica()
         reply = asking.result(timeout=150)
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 900
@@ -352,3 +348,12 @@ def test_a_gateway_replica_that_is_killed_loses_no_call_and_samples_none_twice(
     assert_witnessed(stack, call)
     seen = [json.loads(line)["prompt"] for line in stack.witness.read_text().splitlines()]
     assert seen.count(call.prompt_ids.tolist()) == 1
+
+
+def kill_replica() -> None:
+    """End the gateway's one replica as a crash would."""
+    (replica,) = [
+        actor for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith("SERVE_REPLICA::lightning-ray#gateway#")
+    ]  # fmt: skip
+    ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
