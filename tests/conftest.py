@@ -41,10 +41,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Gateway and engine, open; every test of the session uses the same ones."""
+    """Gateway and engine, open; every test of the session uses the same ones.
+
+    LR_REPLY=live in the environment has streams answered as they are sampled.
+    """
     # a client's clock of 3 s runs out before headers come, one of 2 s not after them
-    clocks = {"headers_s": 3.5, "keep_alive_s": 1.0}
-    with make_stack(tmp_path_factory.mktemp("stack"), tiny_model, gateway=clocks) as made:
+    gateway = {
+        "headers_s": 3.5, "keep_alive_s": 1.0, "reply": os.environ.get("LR_REPLY", "recorded"),
+    }  # fmt: skip
+    with make_stack(tmp_path_factory.mktemp("stack"), tiny_model, gateway=gateway) as made:
         yield made
 
 

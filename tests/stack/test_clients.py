@@ -477,7 +477,7 @@ SLOW = {
     "opencode": (clients.OPENCODE, "bash", {"description": "Runs it"}),
     "qwen_code": (clients.QWEN_CODE, "run_shell_command", {"is_background": False}),
     "openclaw": (clients.OPENCLAW, "exec", {}),
-    "openhands": (None, "terminal", {}),
+    "openhands": (None, "terminal", {"security_risk": "LOW"}),
 }
 
 
