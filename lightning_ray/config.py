@@ -180,6 +180,35 @@ class CollectConfig(_Section):
         return self
 
 
+class ObjectiveConfig(_Section):
+    """What is maximised; the formulas are in `train/loss.py`."""
+
+    kind: Literal["ppo", "gspo", "cispo", "importance"] = "ppo"
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.28, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    """ppo and gspo: a token's loss is at most so many times -A where A is negative."""
+    mean: Literal["rollout_mean", "token_mean", "constant"] = "rollout_mean"
+    """`rollout_mean`: over tokens, then rollouts; `token_mean`: over all tokens; `constant`: the
+    sum over tokens, divided by rollouts x `constant_tokens` (Dr.GRPO)."""
+    constant_tokens: int = Field(1024, ge=1)
+    proximal: Literal["sampled", "recomputed"] = "sampled"
+    """Log-probs the ratio is taken to: the engine's, or the policy's own before the step."""
+    correction: Literal["off", "token", "rollout", "band"] = "off"
+    """With `recomputed`: how tokens of another policy than the proximal one are weighted."""
+    correction_low: float = Field(0.5, ge=0)
+    correction_high: float = Field(2.0, gt=0)
+
+    @model_validator(mode="after")
+    def _correction_has_two_policies(self) -> ObjectiveConfig:
+        if self.correction != "off" and self.proximal == "sampled":
+            raise ValueError(
+                "train.objective.correction compares the sampled with recomputed log-probs; set "
+                "train.objective.proximal=recomputed, or correction=off"
+            )
+        return self
+
+
 class TrainConfig(_Section):
     """The optimiser and its schedule."""
 
@@ -199,10 +228,13 @@ class TrainConfig(_Section):
     zero_stage: Literal[0, 1, 2, 3] = 2
     tokens_per_batch: int = Field(16384, ge=1)
     """Padded tokens of one micro-batch."""
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
-    scale_advantages: bool = True
-    """Divide by the group's standard deviation (GRPO); off: Dr.GRPO."""
+    layout: Literal["packed", "padded"] = "packed"
+    """`packed`: a row holds several samples, which do not see each other; `padded`: one."""
+    optimizer_steps: int = Field(1, ge=1)
+    """Each takes its share of the step's rollouts."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
+    """How rewards become advantages; the formulas are in `credit.py`."""
+    objective: ObjectiveConfig = ObjectiveConfig()
     validate_every: int = Field(10, ge=0)
     """Steps; 0: only first and last."""
     save_every: int = Field(0, ge=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,27 +9,56 @@ import numpy as np
 from lightning_ray.config import SignalConfig
 from lightning_ray.errors import ConfigError
 
+_EPSILON = 1e-6
+_EQUAL = 1e-12
 
-def center(rewards: Sequence[float | None], *, scale: bool) -> list[float]:
-    """Group-relative advantages: each reward less the mean of the group's scored rollouts.
 
-    rewards: None where a rollout is masked; its advantage is 0.0 and it moves no mean.
-    scale:   also divide by the population standard deviation plus 1e-6 (GRPO, Shao et al. 2024,
-             arXiv 2402.03300); without it, Dr.GRPO (Liu et al. 2025, arXiv 2503.20783).
+def advantages(groups: Sequence[Sequence[float | None]], *, estimator: str) -> list[list[float]]:
+    """What each rollout is better than its group, by `estimator`; n scored rollouts in a group:
+
+    grpo:      (r - mean) / (std + 1e-6), population std (Shao et al. 2024, arXiv 2402.03300).
+    dr_grpo:   r - mean (Liu et al. 2025, arXiv 2503.20783).
+    rloo:      r - mean of the n-1 others (Ahmadian et al. 2024, arXiv 2402.14740).
+    reinforce_baseline: r - mean, then over all scored rollouts less their mean, divided by their
+               std + 1e-6 (REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262).
+
+    groups: rewards; None where a rollout is masked: its advantage is 0.0 and it moves no mean.
+    Groups of one, and those whose rewards are all equal, say nothing: 0.0.
     Raises ValueError when a reward is NaN or infinite.
 
-    center([1.0, 0.0, None, 1.0, 0.0], scale=False)  ->  [0.5, -0.5, 0.0, 0.5, -0.5]
+    advantages([[1.0, 0.0, None, 1.0, 0.0]], estimator="dr_grpo")  ->  [[0.5, -0.5, 0.0, 0.5, -0.5]]
     """
-    scored = np.array([reward for reward in rewards if reward is not None])
+    centred = [_centred(group) for group in groups]
+    if estimator == "grpo":
+        scales = [1.0 / (_spread(group) + _EPSILON) for group in groups]
+    elif estimator == "rloo":
+        numbers = [len(_scored(group)) for group in groups]
+        scales = [n / (n - 1) if n > 1 else 1.0 for n in numbers]
+    elif estimator == "reinforce_baseline":
+        spread = float(np.std([a for group in centred for a in group if a is not None] or [0.0]))
+        scales = [1.0 / (spread + _EPSILON)] * len(groups)  # each group's mean is 0, so is theirs
+    else:
+        scales = [1.0] * len(groups)
+    return [
+        [(a or 0.0) * scale if _spread(group) > _EQUAL else 0.0 for a in row]
+        for group, row, scale in zip(groups, centred, scales, strict=True)
+    ]
+
+
+def _centred(rewards: Sequence[float | None]) -> list[float | None]:
+    scored = _scored(rewards)
     if not np.isfinite(scored).all():
         raise ValueError(f"rewards must be finite; got {list(rewards)}")
-    if len(scored) == 0:
-        return [0.0 for _ in rewards]
-    mean, spread = float(scored.mean()), float(scored.std())
-    divisor = spread + 1e-6 if scale else 1.0
-    if math.isclose(spread, 0.0, abs_tol=1e-12):
-        return [0.0 for _ in rewards]
-    return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
+    mean = float(np.mean(scored)) if scored else 0.0
+    return [None if reward is None else reward - mean for reward in rewards]
+
+
+def _spread(rewards: Sequence[float | None]) -> float:
+    return float(np.std(_scored(rewards) or [0.0]))
+
+
+def _scored(rewards: Sequence[float | None]) -> list[float]:
+    return [reward for reward in rewards if reward is not None]
 
 
 def check_signal(settings: SignalConfig, *, reward_mean: float, mixed_share: float) -> None:

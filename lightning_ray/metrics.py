@@ -29,7 +29,7 @@ def timed(metrics: Metrics, name: str) -> Iterator[None]:
 def summarise(groups: Sequence[Sequence[Trajectory]], samples: Sequence[Sample]) -> Metrics:
     """What a step's rollouts and samples look like; groups hold finished trajectories."""
     trajectories = [trajectory for group in groups for trajectory in group]
-    rewards = [[r for r in map(_reward, group) if r is not None] for group in groups]
+    rewards = [[r for r in map(reward_of, group) if r is not None] for group in groups]
     scored = [reward for group in rewards for reward in group]
     kinds = Counter(t.outcome.kind for t in trajectories if t.outcome)
     calls = [call for t in trajectories for call in t.calls]
@@ -60,7 +60,8 @@ def summarise(groups: Sequence[Sequence[Trajectory]], samples: Sequence[Sample])
     }
 
 
-def _reward(trajectory: Trajectory) -> float | None:
+def reward_of(trajectory: Trajectory) -> float | None:
+    """None where the rollout is not scored."""
     return trajectory.outcome.reward if trajectory.outcome else None
 
 

@@ -149,22 +149,30 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One right-padded micro-batch for one rank."""
+    """One micro-batch for one rank: rows of whole samples, and their N trained tokens, flat."""
 
     token_ids: np.ndarray
     """[B, T] int64"""
-    lengths: np.ndarray
-    """[B] int64, tokens before the padding."""
-    mask: np.ndarray
-    """[B, T] bool"""
+    positions: np.ndarray
+    """[B, T] int64, of each token in its sample."""
+    segments: np.ndarray
+    """[B, T] int64, which sample of its row a token belongs to; -1: padding."""
+    previous: np.ndarray
+    """[N] int64, where in the flattened rows the token before a trained one is."""
+    targets: np.ndarray
+    """[N] int64, the trained tokens."""
+    rollouts: np.ndarray
+    """[N] int64, whose they are, of the rollouts of the optimiser step."""
     logprobs: np.ndarray
-    """[B, T] float32, as sampled."""
+    """[N] float32, as sampled."""
     fresh: np.ndarray
-    """[B, T] bool, True where the weights about to be updated sampled the token."""
+    """[N] bool, True where the weights about to be updated sampled the token."""
     advantages: np.ndarray
-    """[B] float32"""
+    """[N] float32"""
     weights: np.ndarray
-    """[B] float32: 1 / (rollouts of the optimiser step x trained tokens of this row's rollout)."""
+    """[N] float32, share in the mean of the optimiser step."""
+    num_rollouts: int
+    """Of the optimiser step."""
 
 
 Record = TypeVar("Record")

@@ -1,38 +1,82 @@
-"""Credit is centred over a group's scored rollouts."""
+"""Credit is measured against a rollout's own group, by each estimator's formula."""
 
 from __future__ import annotations
 
 import math
+import random
+import statistics
 
 import pytest
 
-from lightning_ray.config import SignalConfig
-from lightning_ray.credit import center, check_signal
+from lightning_ray.config import SignalConfig, TrainConfig
+from lightning_ray.credit import advantages, check_signal
 from lightning_ray.errors import ConfigError
 
-
-def test_each_reward_less_the_mean() -> None:
-    assert center([1.0, 0.0, 0.0, 1.0], scale=False) == [0.5, -0.5, -0.5, 0.5]
+ESTIMATORS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline"]
 
 
-def test_scaled_by_the_population_deviation() -> None:
-    assert center([1.0, 0.0], scale=True) == pytest.approx([1.0, -1.0], abs=1e-5)
+def oracle(groups: list[list[float | None]], estimator: str) -> list[list[float]]:
+    """The formulas, rollout by rollout."""
+    scored = [[r for r in group if r is not None] for group in groups]
+    centred = [[r - statistics.fmean(rs) for r in rs] for rs in scored]
+    spread = statistics.pstdev([a for row in centred for a in row])
+    result = []
+    for group, rs in zip(groups, scored, strict=True):
+        row = []
+        for r in group:
+            if r is None or len(set(rs)) < 2:
+                row.append(0.0)
+                continue
+            a = r - statistics.fmean(rs)
+            row.append(
+                {
+                    "grpo": a / (statistics.pstdev(rs) + 1e-6),
+                    "dr_grpo": a,
+                    "rloo": r - (sum(rs) - r) / (len(rs) - 1),
+                    "reinforce_baseline": a / (spread + 1e-6),
+                }[estimator]
+            )
+        result.append(row)
+    return result
 
 
-def test_a_masked_rollout_gets_nothing_and_moves_no_mean() -> None:
-    assert center([1.0, None, 0.0], scale=False) == [0.5, 0.0, -0.5]
-    assert center([None, None], scale=True) == [0.0, 0.0]
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_is_its_formula(estimator: str) -> None:
+    dice = random.Random(0)
+    for _ in range(50):
+        groups: list[list[float | None]] = [
+            [dice.choice([None, 0.0, 0.25, 1.0, dice.random()]) for _ in range(dice.randint(1, 8))]
+            for _ in range(dice.randint(1, 5))
+        ]
+        groups.append([1.0, 0.0])
+        for found, expected in zip(
+            advantages(groups, estimator=estimator), oracle(groups, estimator), strict=True
+        ):
+            assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_equal_rewards_and_groups_of_one_carry_no_signal() -> None:
-    assert center([0.3, 0.3, 0.3], scale=True) == [0.0, 0.0, 0.0]
-    assert center([1.0], scale=True) == [0.0]
+def test_every_estimator_of_the_config_is_tested() -> None:
+    assert list(TrainConfig.model_fields["advantage"].annotation.__args__) == ESTIMATORS  # type: ignore[union-attr]
+
+
+def test_each_reward_less_the_mean_of_its_group() -> None:
+    groups = [[1.0, 0.0, 0.0, 1.0], [1.0, None, 0.0]]
+    found = advantages(groups, estimator="dr_grpo")
+    assert found == [[0.5, -0.5, -0.5, 0.5], [0.5, 0.0, -0.5]]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("group", [[0.3, 0.3, 0.3], [0.1 + 0.2, 0.3], [1.0], [None, None], []])
+def test_equal_rewards_and_groups_of_one_carry_no_signal(
+    group: list[float | None], estimator: str
+) -> None:
+    assert advantages([group], estimator=estimator) == [[0.0] * len(group)]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="must be finite"):
-        center([1.0, bad], scale=True)
+        advantages([[1.0, bad]], estimator="grpo")
 
 
 def test_a_start_policy_that_can_learn_passes_the_signal_gate() -> None:

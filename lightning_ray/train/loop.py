@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import ray.train
 from ray.train import Checkpoint
 
 from lightning_ray.collect import Group
 from lightning_ray.config import Config, TrainConfig
-from lightning_ray.credit import center, check_signal
+from lightning_ray.credit import advantages, check_signal
 from lightning_ray.errors import ConfigError, WeightsError
-from lightning_ray.metrics import Metrics, summarise, timed
+from lightning_ray.metrics import Metrics, reward_of, summarise, timed
 from lightning_ray.samples import build_samples
-from lightning_ray.schema import Sample
-from lightning_ray.train.batch import pack
+from lightning_ray.schema import Batch, Sample
+from lightning_ray.train.batch import pack, padding_share, split_rollouts
 from lightning_ray.train.policy import Policy
 from lightning_ray.train.publish import Publisher
 
@@ -44,25 +45,22 @@ def train_loop(settings: dict[str, Any]) -> None:
         with timed(metrics, "collect"):
             groups = run.collect(step)
         with timed(metrics, "build"):
-            samples, advantages = learnable(groups, config.train)
-            batches = pack(
-                samples,
-                advantages=advantages,
-                version=policy.version,
-                tokens_per_batch=config.train.tokens_per_batch,
-                rank=run.rank,
-                num_ranks=run.num_ranks,
-            )
+            samples, credits = learnable(groups, config.train)
+            parts = [
+                batches for part in split_rollouts(samples, config.train.optimizer_steps)
+                if (batches := run.pack(part, credits, policy.version))
+            ]  # fmt: skip
         metrics |= summarise([group.trajectories for group in groups], samples)
         metrics["rollout/age_mean"] = sum(step - g.step for g in groups) / len(groups)
-        run.check_signal(step, metrics, is_barren=not batches)
-        if batches:
+        metrics |= describe(credits, parts)
+        run.check_signal(step, metrics, is_barren=not parts)
+        if parts:
             with timed(metrics, "drain"):
                 metrics["gate/num_frozen"] = run.drain()
             with timed(metrics, "sleep"):
                 publisher.sleep()
             with timed(metrics, "update"):
-                metrics |= policy.update(batches)
+                metrics |= policy.update(parts)
             with timed(metrics, "publish"):
                 metrics |= publisher.publish(policy.version)
             run.open_gate()
@@ -79,22 +77,32 @@ def learnable(
 ) -> tuple[list[Sample], dict[str, float]]:
     """The samples of every scored rollout, and each such rollout's advantage."""
     samples: list[Sample] = []
-    advantages: dict[str, float] = {}
-    for group in groups:
-        outcomes = [t.outcome for t in group.trajectories]
-        rewards = [outcome.reward if outcome else None for outcome in outcomes]
-        credits = center(rewards, scale=settings.scale_advantages)
-        for trajectory, reward, credit in zip(group.trajectories, rewards, credits, strict=True):
+    credits: dict[str, float] = {}
+    rewards = [[reward_of(t) for t in group.trajectories] for group in groups]
+    for group, scored, row in zip(
+        groups, rewards, advantages(rewards, estimator=settings.advantage), strict=True
+    ):
+        for trajectory, reward, credit in zip(group.trajectories, scored, row, strict=True):
             if reward is not None:
                 rollout = trajectory.rollout
-                advantages[rollout.rollout_id] = credit
+                credits[rollout.rollout_id] = credit
                 samples += build_samples(
                     trajectory.calls,
                     rollout_id=rollout.rollout_id,
                     group_id=rollout.group_id,
                     kinds=settings.kinds,
                 )
-    return samples, advantages
+    return samples, credits
+
+
+def describe(credits: dict[str, float], parts: Sequence[Sequence[Batch]]) -> Metrics:
+    """How credit is spread, and how full this rank's rows are."""
+    values = list(credits.values()) or [0.0]
+    return {
+        "credit/advantage_std": float(np.std(values)),
+        "credit/zero_share": float(np.mean([value == 0.0 for value in values])),
+        "sample/padding_share": padding_share([batch for part in parts for batch in part]),
+    }
 
 
 class _Run:
@@ -113,6 +121,22 @@ class _Run:
     def collect(self, step: int) -> list[Group]:
         groups: list[Group] = ray.get(self.collector.collect.remote(step))
         return groups
+
+    def pack(
+        self, samples: Sequence[Sample], credits: dict[str, float], version: int
+    ) -> list[Batch]:
+        """This rank's batches of one optimiser step."""
+        settings = self.config.train
+        return pack(
+            samples,
+            advantages=credits,
+            version=version,
+            tokens_per_batch=settings.tokens_per_batch,
+            settings=settings.objective,
+            layout=settings.layout,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+        )
 
     def validate(self, step: int) -> Metrics:
         """Rank 0 asks; the answer is only logged."""

@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 import torch
 
 from lightning_ray.config import Config
+from lightning_ray.errors import ConfigError
 from lightning_ray.schema import Batch
-from lightning_ray.train.loss import policy_loss
+from lightning_ray.train.loss import correction, policy_loss
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
@@ -24,6 +26,8 @@ import transformers
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_Tensors = dict[str, Any]
+"""The columns of a Batch on the device."""
 
 
 class Policy:
@@ -38,6 +42,9 @@ class Policy:
             source, dtype=_DTYPES[config.model.dtype], attn_implementation="sdpa"
         )
         model.config.use_cache = False
+        _check_layout(model.config, layout=config.train.layout)
+        self._kept: torch.Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._keep)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         self.tied = bool(model.config.tie_word_embeddings)
         settings = config.train
@@ -52,41 +59,126 @@ class Policy:
         )
         self.device = self.engine.device
 
-    def update(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """One optimiser step over all ranks' batches; its metrics, the same on every rank."""
+    def update(self, parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
+        """An optimiser step for each part, over all ranks; metrics are the same on every rank."""
         self._set_learning_rate()
         self.engine.train()
-        totals = Counter[str]()
-        for index, batch in enumerate(batches):
-            self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss = self._loss(batch)
-            # DeepSpeed takes the mean over ranks; the objective is a sum
-            self.engine.backward(loss.value * self.engine.world_size)
-            totals["loss"] += loss.value.item()
-            totals.update({name: value.item() for name, value in loss.sums.items()})
-        self.engine.step()
+        tensors = [[self._tensors(batch) for batch in part] for part in parts]
+        proximal = [[self._proximal(batch) for batch in part] for part in tensors]
+        totals, peaks = Counter[str](), Counter[str]()
+        for part, before in zip(tensors, proximal, strict=True):
+            self._step(part, before, totals, peaks)
         self.version += 1
         sums = self._over_ranks(totals)
         tokens = max(sums["num_tokens"], 1.0)
         gradient_norm = self.engine.get_global_grad_norm()
         return {
-            "train/loss": sums["loss"],
+            "train/loss": sums["loss"] / len(parts),
             "train/num_tokens": sums["num_tokens"],
+            "train/num_optimizer_steps": float(len(parts)),
             "train/logprob_gap_mean": sums["gap"] / max(sums["num_fresh"], 1.0),
+            "train/logprob_gap_max": self._over_ranks(peaks, largest=True)["gap"],
             "train/ratio_mean": sums["ratio"] / tokens,
-            "train/clipped_share": sums["clipped"] / tokens,
+            "train/clipped_low_share": sums["clipped_low"] / tokens,
+            "train/clipped_high_share": sums["clipped_high"] / tokens,
+            "train/corrected_share": sums["corrected"] / tokens,
+            "train/entropy": sums["entropy"] / tokens,
             "train/grad_norm": float(gradient_norm) if gradient_norm is not None else math.nan,
             "train/lr": self.engine.get_lr()[0],
         }
 
-    def logprobs(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """[B, T] log-prob of each token under the run's temperature; 0.0 for the first."""
-        positions = torch.arange(token_ids.shape[1], device=self.device)
-        attention_mask = (positions[None, :] < lengths[:, None]).long()
-        logits = self.engine(input_ids=token_ids, attention_mask=attention_mask).logits
-        logits = logits[:, :-1].float() / self.config.collect.sampling.temperature
-        chosen = torch.log_softmax(logits, -1).gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-        return torch.nn.functional.pad(chosen, (1, 0))
+    def logprobs(self, batch: _Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N] log-prob of each trained token under the run's temperature; [N] the entropy there.
+
+        Logits are made at the N places only: memory grows with N x V, not with B x T x V.
+        """
+        self._kept = batch["previous"]
+        logits = self.engine(
+            input_ids=batch["token_ids"],
+            position_ids=batch["positions"],
+            attention_mask=visible(batch["segments"]),
+        ).logits
+        self._kept = None
+        table = torch.log_softmax(logits.float() / self.config.collect.sampling.temperature, -1)
+        chosen = table.gather(-1, batch["targets"][:, None]).squeeze(-1)
+        with torch.no_grad():
+            return chosen, -(table.exp() * table).sum(-1)
+
+    def _step(
+        self,
+        part: Sequence[_Tensors],
+        proximal: Sequence[torch.Tensor],
+        totals: Counter[str],
+        peaks: Counter[str],
+    ) -> None:
+        """One optimiser step; adds to the sums and largest values of the update."""
+        settings = self.config.train.objective
+        log_ratios, log_weights = self._rollout_ratios(part, proximal)
+        for index, (batch, before) in enumerate(zip(part, proximal, strict=True)):
+            self.engine.set_gradient_accumulation_boundary(index == len(part) - 1)
+            rollouts, sampled = batch["rollouts"], batch["logprobs"]
+            logprobs, entropy = self.logprobs(batch)
+            trust, touched = correction(
+                before - sampled, settings, rollout_log_ratio=log_weights[rollouts]
+            )
+            loss = policy_loss(
+                logprobs,
+                proximal=before,
+                advantages=batch["advantages"],
+                weights=batch["weights"] * trust,
+                settings=settings,
+                rollout_log_ratio=log_ratios[rollouts],
+            )
+            # DeepSpeed takes the mean over ranks; the objective is a sum
+            self.engine.backward(loss.value * self.engine.world_size)
+            gap = (logprobs.detach() - sampled).abs()[batch["fresh"]]
+            is_first = not totals["num_steps"]  # later steps have moved the weights themselves
+            totals.update({name: value.item() for name, value in loss.sums.items()})
+            totals.update(
+                {
+                    "loss": loss.value.item(),
+                    "num_tokens": len(logprobs),
+                    "entropy": entropy.sum().item(),
+                    "corrected": touched.sum().item(),
+                    "gap": gap.sum().item() if is_first else 0.0,
+                    "num_fresh": len(gap) if is_first else 0,
+                }
+            )
+            if is_first and len(gap):
+                peaks["gap"] = max(peaks["gap"], gap.max().item())
+        totals["num_steps"] += 1
+        self.engine.step()
+
+    def _proximal(self, batch: _Tensors) -> torch.Tensor:
+        """[N] the log-probs that ratios are taken to."""
+        if self.config.train.objective.proximal == "sampled":
+            return batch["logprobs"]
+        with torch.no_grad():
+            return self.logprobs(batch)[0]
+
+    def _rollout_ratios(
+        self, part: Sequence[_Tensors], proximal: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """By rollout of the step: mean log(current / proximal), and log(proximal / sampled) summed.
+
+        The first costs a forward pass, and is made for gspo alone.
+        """
+        num_rollouts = max([batch["num_rollouts"] for batch in part], default=0)
+        sums = torch.zeros(3, num_rollouts, device=self.device)
+        for batch, before in zip(part, proximal, strict=True):
+            rollouts = batch["rollouts"]
+            if self.config.train.objective.kind == "gspo":
+                with torch.no_grad():
+                    sums[0].index_add_(0, rollouts, self.logprobs(batch)[0] - before)
+            sums[1].index_add_(0, rollouts, before - batch["logprobs"])
+            sums[2].index_add_(0, rollouts, torch.ones_like(before))
+        if self.engine.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return sums[0] / sums[2].clamp(min=1.0), sums[1]
+
+    def _keep(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Before the output embedding: leave out the positions nothing is asked of."""
+        return args if self._kept is None else (args[0].flatten(0, 1)[self._kept],)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each weight whole, in the checkpoint's names; every rank must exhaust it in step.
@@ -114,24 +206,14 @@ class Policy:
     def _is_sharded(self) -> bool:
         return self.config.train.zero_stage == 3
 
-    def _loss(self, batch: Batch) -> Any:
-        token_ids, lengths, mask, sampled, fresh, advantages, weights = (
-            torch.from_numpy(np.ascontiguousarray(column)).to(self.device)
-            for column in (
-                batch.token_ids, batch.lengths, batch.mask, batch.logprobs,
-                batch.fresh, batch.advantages, batch.weights,
-            )
-        )  # fmt: skip
-        return policy_loss(
-            self.logprobs(token_ids, lengths),
-            sampled_logprobs=sampled,
-            mask=mask,
-            fresh=fresh,
-            advantages=advantages,
-            weights=weights,
-            clip_low=self.config.train.clip_low,
-            clip_high=self.config.train.clip_high,
-        )
+    def _tensors(self, batch: Batch) -> _Tensors:
+        columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        return {
+            name: torch.from_numpy(column).to(self.device)
+            if isinstance(column, np.ndarray)
+            else column
+            for name, column in columns.items()
+        }
 
     def _set_learning_rate(self) -> None:
         settings = self.config.train
@@ -139,13 +221,36 @@ class Policy:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = settings.lr * warm
 
-    def _over_ranks(self, totals: Counter[str]) -> dict[str, float]:
-        values = torch.tensor(list(totals.values()), dtype=torch.float64)
+    def _over_ranks(self, totals: Counter[str], *, largest: bool = False) -> dict[str, float]:
+        names = sorted(totals) if not largest else ["gap"]
+        values = torch.tensor([totals[name] for name in names], dtype=torch.float64)
         if self.device.type != "cpu":
             values = values.to(self.device, torch.float32)
         if self.engine.world_size > 1:
-            torch.distributed.all_reduce(values)
-        return dict(zip(totals, values.tolist(), strict=True))
+            how = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+            torch.distributed.all_reduce(values, op=how)
+        return dict(zip(names, values.tolist(), strict=True))
+
+
+def visible(segments: torch.Tensor) -> torch.Tensor:
+    """The attention mask of rows: a token sees those before it in its own sample.
+
+    segments: [B, T]; gives [B, T] long where rows hold one sample each, else [B, 1, T, T] bool.
+    """
+    if segments.numel() and int(segments.max()) < 1:
+        return (segments >= 0).long()
+    same = segments[:, :, None] == segments[:, None, :]
+    return same.tril()[:, None]
+
+
+def _check_layout(config: Any, *, layout: str) -> None:
+    """ConfigError for a model whose layers would see across the samples of a packed row."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layout == "packed" and kinds != {"full_attention"}:
+        raise ConfigError(
+            f"train.layout=packed needs full attention in every layer; this model has "
+            f"{', '.join(sorted(kinds))}. Set train.layout=padded."
+        )
 
 
 def _deepspeed_config(config: Config) -> dict[str, Any]:

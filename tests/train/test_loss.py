@@ -1,127 +1,226 @@
-"""The loss is its formula, whatever a rollout was cut into."""
+"""Each objective is its formula, written out token by token, whatever a rollout was cut into."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_ray.config import Config, ObjectiveConfig
 from lightning_ray.schema import Batch, Sample
-from lightning_ray.train.batch import pack
-from lightning_ray.train.loss import policy_loss
+from lightning_ray.train.batch import pack, padding_share, split_rollouts
+from lightning_ray.train.loss import correction, divergence, policy_loss
+from tests.train.samples import cut, make_sample
 
 VOCABULARY = 11
+OBJECTIVES = [
+    {"kind": kind, "mean": mean}
+    for kind, mean in itertools.product(
+        ("ppo", "gspo", "cispo", "importance"), ("rollout_mean", "token_mean", "constant")
+    )
+]
+OBJECTIVES += [{"dual_clip": 1.5}, {"kind": "gspo", "dual_clip": 1.2}]
+OBJECTIVES += [
+    {"proximal": "recomputed", "correction": how, "correction_high": 1.3}
+    for how in ("off", "token", "rollout", "band")
+]
 
 
-def make_sample(rollout: str, length: int, rng: np.random.Generator) -> Sample:
-    mask = rng.random(length) < 0.5
-    mask[0], mask[-1] = False, True
-    return Sample(
-        rollout_id=rollout, group_id="g", token_ids=rng.integers(0, VOCABULARY, length, np.int32),
-        mask=mask, logprobs=np.where(mask, -rng.random(length) * 3, 0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-    )  # fmt: skip
+def table(seed: int) -> torch.Tensor:
+    """[V, V] log-probs of a bigram model."""
+    weights = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    return torch.log_softmax(weights.double(), -1)
 
 
-def split(sample: Sample) -> list[Sample]:
-    """The same trained tokens as two samples with the same contexts."""
-    trained = np.flatnonzero(sample.mask)
-    if len(trained) < 2:
-        return [sample]
-    middle = trained[len(trained) // 2]
-    first, second = sample.mask.copy(), sample.mask.copy()
-    first[middle:], second[:middle] = False, False
-    return [
-        Sample(rollout_id=sample.rollout_id, group_id="g", token_ids=sample.token_ids, mask=m,
-               logprobs=np.where(m, sample.logprobs, 0), versions=np.where(m, 0, -1))
-        for m in (first, second)
-    ]  # fmt: skip
+NOW, BEFORE = table(0), table(1)
+"""The policy that is trained, and the one that `recomputed` log-probs are of."""
 
 
-def model_logprobs(weights: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    table = torch.log_softmax(weights, -1)
-    return torch.nn.functional.pad(table[token_ids[:, :-1], token_ids[:, 1:]], (1, 0))
-
-
-def loss_and_gradient(batches: list[Batch]) -> tuple[float, torch.Tensor]:
-    weights = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    weights = weights.double().requires_grad_()
+def loss_and_gradient(
+    batches: list[Batch], settings: ObjectiveConfig
+) -> tuple[float, torch.Tensor]:
+    """As the policy puts the parts together, with a bigram model in place of a transformer."""
+    now = NOW.clone().requires_grad_()
+    log_ratios, log_weights = torch.zeros(2, 100, dtype=torch.float64)
+    counts = torch.zeros(100, dtype=torch.float64)
+    columns = [_columns(batch, now, settings) for batch in batches]
+    for column in columns:
+        log_ratios.index_add_(0, column["rollouts"], (column["now"] - column["before"]).detach())
+        log_weights.index_add_(0, column["rollouts"], column["before"] - column["sampled"])
+        counts.index_add_(0, column["rollouts"], torch.ones_like(column["before"]))
     total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
+    for column in columns:
+        rollouts = column["rollouts"]
+        trust, _ = correction(
+            column["before"] - column["sampled"], settings, rollout_log_ratio=log_weights[rollouts]
+        )
         total = (
             total
             + policy_loss(
-                model_logprobs(weights, torch.from_numpy(batch.token_ids)),
-                sampled_logprobs=torch.from_numpy(batch.logprobs).double(),
-                mask=torch.from_numpy(batch.mask),
-                fresh=torch.from_numpy(batch.fresh),
-                advantages=torch.from_numpy(batch.advantages).double(),
-                weights=torch.from_numpy(batch.weights.astype(np.float64)),
-                clip_low=0.2,
-                clip_high=0.28,
+                column["now"],
+                proximal=column["before"],
+                advantages=column["advantages"],
+                weights=column["weights"] * trust,
+                settings=settings,
+                rollout_log_ratio=(log_ratios / counts.clamp(min=1))[rollouts],
             ).value
         )
     total.backward()
-    assert weights.grad is not None
-    return total.item(), weights.grad
+    assert now.grad is not None
+    return total.item(), now.grad
 
 
-def oracle(samples: list[Sample], advantages: dict[str, float]) -> float:
-    """The formula, token by token."""
-    weights = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    table = torch.log_softmax(weights.double(), -1)
-    count: dict[str, int] = {}
+def _columns(batch: Batch, now: torch.Tensor, settings: ObjectiveConfig) -> dict[str, Any]:
+    last = torch.from_numpy(batch.token_ids).flatten()[torch.from_numpy(batch.previous)]
+    place = last, torch.from_numpy(batch.targets)
+    sampled = torch.from_numpy(batch.logprobs).double()
+    return {
+        "now": now[place],
+        "before": sampled if settings.proximal == "sampled" else BEFORE[place],
+        "sampled": sampled,
+        "rollouts": torch.from_numpy(batch.rollouts),
+        "advantages": torch.from_numpy(batch.advantages).double(),
+        "weights": torch.from_numpy(batch.weights).double(),
+    }
+
+
+def oracle(samples: list[Sample], advantages: dict[str, float], s: ObjectiveConfig) -> float:
+    """The formulas in plain Python, rollout by rollout and token by token."""
+    tokens: dict[str, list[tuple[float, float, float]]] = {}
     for sample in samples:
-        count[sample.rollout_id] = count.get(sample.rollout_id, 0) + int(sample.mask.sum())
+        for t in np.flatnonzero(sample.mask):
+            place = sample.token_ids[t - 1], sample.token_ids[t]
+            sampled = float(sample.logprobs[t])
+            before = sampled if s.proximal == "sampled" else BEFORE[place].item()
+            tokens.setdefault(sample.rollout_id, []).append((NOW[place].item(), before, sampled))
     total = 0.0
-    for s in samples:
-        for t in np.flatnonzero(s.mask):
-            ratio = math.exp(
-                table[s.token_ids[t - 1], s.token_ids[t]].item() - float(s.logprobs[t])
-            )
-            advantage = advantages[s.rollout_id]
-            gain = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
-            total -= gain / count[s.rollout_id] / len(count)
+    for name, row in tokens.items():
+        a = advantages[name]
+        mean_log = sum(now - before for now, before, _ in row) / len(row)
+        product = math.exp(min(max(sum(b - sampled for _, b, sampled in row), -20), 20))
+        for now, before, sampled in row:
+            r = math.exp(mean_log if s.kind == "gspo" else now - before)
+            c = min(max(r, 1 - s.clip_low), 1 + s.clip_high)
+            if s.kind == "cispo":
+                gain = c * a * now
+            elif s.kind == "importance":
+                gain = r * a
+            else:
+                gain = min(r * a, c * a)
+                if s.dual_clip is not None and a < 0:
+                    gain = max(gain, s.dual_clip * a)
+            w = math.exp(before - sampled)
+            trust = {
+                "off": 1.0,
+                "token": min(w, s.correction_high),
+                "rollout": min(product, s.correction_high),
+                "band": float(s.correction_low <= w <= s.correction_high),
+            }[s.correction]
+            share = {
+                "rollout_mean": len(tokens) * len(row),
+                "token_mean": sum(len(other) for other in tokens.values()),
+                "constant": len(tokens) * s.constant_tokens,
+            }[s.mean]
+            total -= trust * gain / share
     return total
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_split_invariance_over_cuts_batches_and_ranks(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    random.seed(seed)
-    names = [f"r{i}" for i in range(5)]
-    whole = [make_sample(name, int(rng.integers(3, 20)), rng) for name in names]
-    cut = [part for sample in whole for part in random.choice([split, lambda s: [s]])(sample)]
-    advantages = {name: float(rng.normal()) for name in names} | {"r0": 0.0}
-    expected = oracle(whole, advantages)
-    for samples in (whole, cut):
-        for limit in (1, 40, 10_000):
-            for num_ranks in (1, 2, 3):
-                ranks = [
-                    pack(samples, advantages=advantages, version=0, tokens_per_batch=limit,
-                         rank=rank, num_ranks=num_ranks)
-                    for rank in range(num_ranks)
-                ]  # fmt: skip
-                assert len({len(batches) for batches in ranks}) == 1
-                value, gradient = loss_and_gradient([b for batches in ranks for b in batches])
-                assert value == pytest.approx(expected, abs=1e-6)
-                reference = loss_and_gradient(
-                    pack(whole, advantages=advantages, version=0, tokens_per_batch=10_000)
-                )[1]
-                torch.testing.assert_close(gradient, reference, atol=1e-6, rtol=0)
+@pytest.mark.parametrize("fields", OBJECTIVES, ids=lambda f: "-".join(map(str, f.values())))
+def test_split_invariance_and_the_oracle_over_cuts_layouts_and_ranks(
+    fields: dict[str, Any],
+) -> None:
+    settings = ObjectiveConfig(**fields)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        whole = [make_sample(f"r{i}", int(rng.integers(3, 20)), rng) for i in range(5)]
+        advantages = {f"r{i}": float(rng.normal()) for i in range(5)} | {"r0": 0.0}
+        expected, reference = oracle(whole, advantages, settings), None
+        for samples in (
+            whole,
+            *(cut(whole, rng) for _ in range(10 if fields == OBJECTIVES[0] else 2)),
+        ):
+            num_ranks, limit = int(rng.integers(1, 4)), int(rng.choice([1, 40, 10_000]))
+            ranks = [
+                pack(samples, advantages=advantages, version=0, tokens_per_batch=limit,
+                     settings=settings, layout=("packed", "padded")[seed % 2], rank=rank,
+                     num_ranks=num_ranks)
+                for rank in range(num_ranks)
+            ]  # fmt: skip
+            assert len({len(batches) for batches in ranks}) == 1
+            value, gradient = loss_and_gradient([b for batches in ranks for b in batches], settings)
+            reference = gradient if reference is None else reference
+            assert value == pytest.approx(expected, abs=1e-6)
+            torch.testing.assert_close(gradient, reference, atol=1e-6, rtol=0)
 
 
-def test_a_micro_batch_holds_at_most_its_tokens_and_nothing_is_dropped() -> None:
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_divergence_estimates_the_kl(kind: str) -> None:
+    p, q = NOW[0].exp(), BEFORE[0]
+    exact = float((p * (NOW[0] - q)).sum())
+    assert divergence(NOW[0], reference=q, weights=p, kind=kind).item() == pytest.approx(exact)
+
+
+def test_a_correction_says_what_it_touched() -> None:
+    log_ratio = torch.tensor([-2.0, 0.0, 2.0])
+    band = ObjectiveConfig(proximal="recomputed", correction="band")
+    weight, touched = correction(log_ratio, band, rollout_log_ratio=log_ratio)
+    assert weight.tolist() == [0.0, 1.0, 0.0]
+    assert touched.tolist() == [True, False, True]
+
+
+def test_a_correction_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="proximal=recomputed"):
+        ObjectiveConfig(correction="token")
+    with pytest.raises(ValueError, match="dual_clip"):
+        Config.model_validate(
+            {"name": "x", "model": {"path": "x"}, "train": {"objective": {"dual_clip": 0.5}}}
+        )
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_micro_batch_holds_at_most_its_tokens_and_nothing_is_dropped(layout: str) -> None:
     rng = np.random.default_rng(0)
     samples = [make_sample(f"r{i}", int(rng.integers(3, 50)), rng) for i in range(40)]
     advantages = {sample.rollout_id: 1.0 for sample in samples}
-    batches = pack(samples, advantages=advantages, version=0, tokens_per_batch=200)
+    batches = pack(
+        samples, advantages=advantages, version=0, tokens_per_batch=200, layout=layout
+    )  # fmt: skip
     assert max(batch.token_ids.size for batch in batches) <= 200
-    assert sum(int(b.mask.sum()) for b in batches) == sum(int(s.mask.sum()) for s in samples)
-    assert sum(int(b.fresh.sum()) for b in batches) == sum(int(s.mask.sum()) for s in samples)
+    num_trained = sum(int(sample.mask.sum()) for sample in samples)
+    assert sum(len(batch.targets) for batch in batches) == num_trained
+    assert sum(int(batch.fresh.sum()) for batch in batches) == num_trained
+    assert sum(float(batch.weights.sum()) for batch in batches) == pytest.approx(1.0)
+
+
+def test_packed_rows_have_little_padding() -> None:
+    rng = np.random.default_rng(0)
+    samples = [make_sample(f"r{i}", int(rng.integers(100, 900)), rng) for i in range(64)]
+    advantages = {sample.rollout_id: 1.0 for sample in samples}
+    share = {
+        layout: padding_share(
+            pack(samples, advantages=advantages, version=0, tokens_per_batch=16384, layout=layout)
+        )
+        for layout in ("packed", "padded")
+    }
+    assert share["packed"] < 0.05 < share["padded"]
+
+
+def test_trained_tokens_are_found_behind_those_before_them() -> None:
+    rng = np.random.default_rng(1)
+    samples = [make_sample(name, 8, rng) for name in "abc"]
+    (batch,) = pack(samples, advantages=dict.fromkeys("abc", 1.0), version=0, tokens_per_batch=99)
+    rows = batch.token_ids.ravel()
+    expected = [
+        (sample.token_ids[t - 1], sample.token_ids[t])
+        for sample in samples
+        for t in np.flatnonzero(sample.mask)
+    ]
+    found = zip(rows[batch.previous], batch.targets, strict=True)
+    assert sorted(found) == sorted(expected)
 
 
 def test_rollouts_without_credit_cost_no_forward_pass_but_count_in_the_mean() -> None:
@@ -131,3 +230,14 @@ def test_rollouts_without_credit_cost_no_forward_pass_but_count_in_the_mean() ->
     assert len(batch.token_ids) == 1
     assert batch.weights[0] == pytest.approx(1 / (2 * samples[0].mask.sum()))
     assert pack(samples, advantages={"a": 0.0, "b": 0.0}, version=0, tokens_per_batch=100) == []
+
+
+def test_optimizer_steps_share_the_rollouts_and_split_none() -> None:
+    rng = np.random.default_rng(0)
+    samples = cut([make_sample(f"r{i}", 12, rng) for i in range(7)], rng)
+    parts = split_rollouts(samples, 3)
+    names = [{sample.rollout_id for sample in part} for part in parts]
+    assert sorted(map(len, names)) == [2, 2, 3]
+    assert len(set.union(*names)) == 7
+    assert sum(map(len, parts)) == len(samples)
+    assert len(split_rollouts(samples[:1], 3)) == 1

@@ -1,0 +1,116 @@
+"""The policy under DeepSpeed: one update is one update, however it is laid out and sharded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lightning_ray.config import Config
+from lightning_ray.errors import ConfigError
+from lightning_ray.train.policy import _check_layout, visible
+
+ROOT = Path(__file__).parent.parent.parent
+SIZES: dict[str, Any] = {
+    "vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "initializer_range": 0.3,
+}  # fmt: skip
+CONFIGS = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: Any) -> str:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp(request.param)
+    made = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param](**SIZES))
+    made.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return str(folder)
+
+
+def updates(cases: list[dict[str, Any]], *, num_ranks: int) -> list[dict[str, Any]]:
+    """What each case comes to, on so many real ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.train.ranks", json.dumps(cases)],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port),
+                 "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"},
+        )
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=200) for process in ranks]
+    for process, (_, errors) in zip(ranks, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    found: list[dict[str, Any]] = json.loads(outputs[0][0].splitlines()[-1])
+    return found
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(400)
+def test_split_invariance_over_cuts_layouts_ranks_and_zero_stages(model: str) -> None:
+    whole = {"model": model, "train": {"zero_stage": 1, "layout": "padded"}}
+    cases = [
+        {"model": model, "num_cuts": stage % 2 + 1,
+         "train": {"zero_stage": stage, "layout": layout, "tokens_per_batch": limit}}
+        for stage, layout, limit in [(0, "packed", 99), (2, "packed", 500), (3, "padded", 120)]
+    ]  # fmt: skip
+    (expected, *one), two = updates([whole, *cases], num_ranks=1), updates(cases, num_ranks=2)
+    for found in one + two:
+        for before, after in zip(expected["metrics"], found["metrics"], strict=True):
+            for name in ("loss", "grad_norm", "entropy", "logprob_gap_mean", "num_tokens"):
+                value = before[f"train/{name}"]
+                if not math.isnan(after[f"train/{name}"]):  # the norm, at stage 0
+                    assert after[f"train/{name}"] == pytest.approx(value, rel=2e-6, abs=1e-6), name
+        assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_every_objective_trains_on_two_ranks_and_the_rollouts_ratio_is_over_both(
+    model: str,
+) -> None:
+    objectives: list[dict[str, Any]] = [
+        {"kind": "gspo"},
+        {"kind": "cispo", "proximal": "recomputed", "correction": "rollout"},
+        {"kind": "importance", "mean": "constant", "constant_tokens": 40},
+    ]
+    cases = [
+        {"model": model, "num_cuts": 1,
+         "train": {"objective": objective, "optimizer_steps": 2, "tokens_per_batch": 99}}
+        for objective in objectives
+    ]  # fmt: skip
+    one, two = updates(cases, num_ranks=1), updates(cases, num_ranks=2)
+    for alone, shared in zip(one, two, strict=True):
+        for before, after in zip(alone["metrics"], shared["metrics"], strict=True):
+            assert after == pytest.approx(before, rel=1e-4, abs=1e-5)
+            assert after["train/num_optimizer_steps"] == 2.0
+
+
+def test_a_token_sees_its_own_sample_only() -> None:
+    mask = visible(torch.tensor([[0, 0, 1, 1, -1]]))[0, 0]
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1],
+    ]  # fmt: skip
+
+
+def test_a_model_that_would_see_across_samples_is_refused() -> None:
+    layers = ["linear_attention", "full_attention"]
+    config = transformers.PretrainedConfig(layer_types=layers)
+    with pytest.raises(ConfigError, match=r"linear_attention.*train\.layout=padded"):
+        _check_layout(config, layout="packed")
+    _check_layout(config, layout="padded")
+    assert Config.model_fields["train"].default.layout == "packed"
