@@ -28,6 +28,8 @@ from lightning_ray.train.publish import Publisher
 log = logging.getLogger(__name__)
 
 MAX_BARREN_STEPS = 3
+NUM_CHECKED = 16
+"""Samples that are tried in two layouts before the first update."""
 
 
 def train_loop(settings: dict[str, Any]) -> None:
@@ -59,6 +61,9 @@ def train_loop(settings: dict[str, Any]) -> None:
                 metrics["gate/num_frozen"] = run.drain()
             with timed(metrics, "sleep"):
                 publisher.sleep()
+            if policy.version == 0:
+                with timed(metrics, "check"):
+                    run.check_split(policy, samples, credits)
             with timed(metrics, "update"):
                 metrics |= policy.update(parts)
             with timed(metrics, "publish"):
@@ -123,10 +128,15 @@ class _Run:
         return groups
 
     def pack(
-        self, samples: Sequence[Sample], credits: dict[str, float], version: int
+        self,
+        samples: Sequence[Sample],
+        credits: dict[str, float],
+        version: int,
+        *,
+        settings: TrainConfig | None = None,
     ) -> list[Batch]:
         """This rank's batches of one optimiser step."""
-        settings = self.config.train
+        settings = settings or self.config.train
         return pack(
             samples,
             advantages=credits,
@@ -136,6 +146,20 @@ class _Run:
             layout=settings.layout,
             rank=self.rank,
             num_ranks=self.num_ranks,
+        )
+
+    def check_split(
+        self, policy: Policy, samples: Sequence[Sample], credits: dict[str, float]
+    ) -> None:
+        """Try a few samples of the first step in the layout that is set, and one by one."""
+        few = sorted(
+            (sample for sample in samples if credits[sample.rollout_id]),
+            key=lambda sample: (len(sample.token_ids), sample.rollout_id),
+        )[:NUM_CHECKED]
+        alone = self.config.train.model_copy(update={"layout": "padded", "tokens_per_batch": 1})
+        policy.check_split(
+            self.pack(few, credits, policy.version),
+            self.pack(few, credits, policy.version, settings=alone),
         )
 
     def validate(self, step: int) -> Metrics:

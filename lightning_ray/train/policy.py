@@ -16,7 +16,7 @@ import torch
 from lightning_ray.config import Config
 from lightning_ray.errors import ConfigError
 from lightning_ray.schema import Batch
-from lightning_ray.train.loss import correction, policy_loss
+from lightning_ray.train.loss import Loss, correction, policy_loss
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
@@ -65,7 +65,7 @@ class Policy:
         self.engine.train()
         tensors = [[self._tensors(batch) for batch in part] for part in parts]
         proximal = [[self._proximal(batch) for batch in part] for part in tensors]
-        totals, peaks = Counter[str](), Counter[str]()
+        totals, peaks = Counter[str](gap=0, num_fresh=0), Counter[str]()
         for part, before in zip(tensors, proximal, strict=True):
             self._step(part, before, totals, peaks)
         self.version += 1
@@ -87,13 +87,47 @@ class Policy:
             "train/lr": self.engine.get_lr()[0],
         }
 
-    def logprobs(self, batch: _Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def check_split(self, batches: Sequence[Batch], others: Sequence[Batch]) -> None:
+        """ConfigError when two layouts of the same rollouts differ in loss or gradient."""
+        near = 1e-4 if self.config.model.dtype == "float32" else 2e-2
+        found, alone = self._probe(batches), self._probe(others)
+        if not np.allclose(found, alone, rtol=near, atol=near, equal_nan=True):
+            raise ConfigError(
+                "loss and gradient must not depend on how rollouts are laid out; the first samples "
+                f"give {found} as the config says (train.layout) and {alone} one by one. This "
+                "model looks across the samples of a row: set train.layout=padded."
+            )
+
+    def _probe(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """The loss of an optimiser step over all ranks, and the norm of its gradient in the last
+        vector of weights (nan with ZeRO 3, which keeps it in pieces); nothing is moved."""
+        self.engine.train()
+        part = [self._tensors(batch) for batch in batches]
+        proximal = [self._proximal(batch) for batch in part]
+        ratios = self._rollout_ratios(part, proximal)
+        vector = [p for p in self.engine.module.parameters() if p.dim() == 1][-1]
+        total, gradient = torch.zeros(1, device=self.device), torch.zeros_like(vector)
+        for batch, before in zip(part, proximal, strict=True):
+            # past DeepSpeed's engine, which would take a gradient for one of an update
+            with torch.set_grad_enabled(not self._is_sharded()):
+                loss, _ = self._loss(batch, before, ratios, self.engine.module)
+            total += loss.value.detach()
+            if not self._is_sharded():
+                gradient += torch.autograd.grad(loss.value, vector)[0]
+        if self.engine.world_size > 1:
+            torch.distributed.all_reduce(total)
+            torch.distributed.all_reduce(gradient)
+        return total.item(), math.nan if self._is_sharded() else gradient.norm().item()
+
+    def logprobs(
+        self, batch: _Tensors, model: torch.nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[N] log-prob of each trained token under the run's temperature; [N] the entropy there.
 
         Logits are made at the N places only: memory grows with N x V, not with B x T x V.
         """
         self._kept = batch["previous"]
-        logits = self.engine(
+        logits = (model or self.engine)(
             input_ids=batch["token_ids"],
             position_ids=batch["positions"],
             attention_mask=visible(batch["segments"]),
@@ -112,42 +146,48 @@ class Policy:
         peaks: Counter[str],
     ) -> None:
         """One optimiser step; adds to the sums and largest values of the update."""
-        settings = self.config.train.objective
-        log_ratios, log_weights = self._rollout_ratios(part, proximal)
+        ratios = self._rollout_ratios(part, proximal)
+        is_first = not totals["num_steps"]  # later steps have moved the weights themselves
         for index, (batch, before) in enumerate(zip(part, proximal, strict=True)):
             self.engine.set_gradient_accumulation_boundary(index == len(part) - 1)
-            rollouts, sampled = batch["rollouts"], batch["logprobs"]
-            logprobs, entropy = self.logprobs(batch)
-            trust, touched = correction(
-                before - sampled, settings, rollout_log_ratio=log_weights[rollouts]
-            )
-            loss = policy_loss(
-                logprobs,
-                proximal=before,
-                advantages=batch["advantages"],
-                weights=batch["weights"] * trust,
-                settings=settings,
-                rollout_log_ratio=log_ratios[rollouts],
-            )
+            loss, logprobs = self._loss(batch, before, ratios)
             # DeepSpeed takes the mean over ranks; the objective is a sum
             self.engine.backward(loss.value * self.engine.world_size)
-            gap = (logprobs.detach() - sampled).abs()[batch["fresh"]]
-            is_first = not totals["num_steps"]  # later steps have moved the weights themselves
+            totals["loss"] += loss.value.item()
+            totals["num_tokens"] += len(logprobs)
             totals.update({name: value.item() for name, value in loss.sums.items()})
-            totals.update(
-                {
-                    "loss": loss.value.item(),
-                    "num_tokens": len(logprobs),
-                    "entropy": entropy.sum().item(),
-                    "corrected": touched.sum().item(),
-                    "gap": gap.sum().item() if is_first else 0.0,
-                    "num_fresh": len(gap) if is_first else 0,
-                }
-            )
+            gap = (logprobs.detach() - batch["logprobs"]).abs()[batch["fresh"]]
             if is_first and len(gap):
+                totals["gap"] += gap.sum().item()
+                totals["num_fresh"] += len(gap)
                 peaks["gap"] = max(peaks["gap"], gap.max().item())
         totals["num_steps"] += 1
         self.engine.step()
+
+    def _loss(
+        self,
+        batch: _Tensors,
+        before: torch.Tensor,
+        ratios: tuple[torch.Tensor, torch.Tensor],
+        model: torch.nn.Module | None = None,
+    ) -> tuple[Loss, torch.Tensor]:
+        """A micro-batch's loss, with more sums; [N] its log-probs."""
+        settings, rollouts = self.config.train.objective, batch["rollouts"]
+        log_ratios, log_weights = ratios
+        logprobs, entropy = self.logprobs(batch, model)
+        trust, touched = correction(
+            before - batch["logprobs"], settings, rollout_log_ratio=log_weights[rollouts]
+        )
+        loss = policy_loss(
+            logprobs,
+            proximal=before,
+            advantages=batch["advantages"],
+            weights=batch["weights"] * trust,
+            settings=settings,
+            rollout_log_ratio=log_ratios[rollouts],
+        )
+        loss.sums.update(entropy=entropy.sum(), corrected=touched.sum())
+        return loss, logprobs
 
     def _proximal(self, batch: _Tensors) -> torch.Tensor:
         """[N] the log-probs that ratios are taken to."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lightning_ray.config import Config
+from lightning_ray.schema import Batch, Sample
 from lightning_ray.train.batch import pack, split_rollouts
 from lightning_ray.train.policy import Policy
 from tests.train.samples import cut, make_sample
@@ -45,17 +46,21 @@ def run(model: str, train: dict[str, Any], num_cuts: int = 0) -> dict[str, Any]:
     for _ in range(num_cuts):
         samples = cut(samples, rng)
     advantages = dict(zip(NAMES, [1.0, -0.5, 0.0, 0.7, -1.0, 0.3], strict=True))
-    settings = config.train
+    samples.sort(key=lambda sample: sample.rollout_id)
+
+    def packed(part: list[Sample], **changes: Any) -> list[Batch]:
+        settings = config.train.model_copy(update=changes)
+        return pack(
+            part, advantages=advantages, version=policy.version, settings=settings.objective,
+            tokens_per_batch=settings.tokens_per_batch, layout=settings.layout,
+            rank=torch.distributed.get_rank(), num_ranks=torch.distributed.get_world_size(),
+        )  # fmt: skip
+
+    policy.check_split(packed(samples), packed(samples, layout="padded", tokens_per_batch=1))
     metrics: list[dict[str, float]] = []
     for _ in range(2):
-        parts = [
-            pack(part, advantages=advantages, version=policy.version, settings=settings.objective,
-                 tokens_per_batch=settings.tokens_per_batch, layout=settings.layout,
-                 rank=torch.distributed.get_rank(), num_ranks=torch.distributed.get_world_size())
-            for part in split_rollouts(sorted(samples, key=lambda s: s.rollout_id),
-                                       settings.optimizer_steps)
-        ]  # fmt: skip
-        metrics.append(policy.update(parts))
+        parts = split_rollouts(samples, config.train.optimizer_steps)
+        metrics.append(policy.update([packed(part) for part in parts]))
     weights = sum(float((tensor.double() ** 2).sum()) for _, tensor in policy.parameters())
     return {"metrics": metrics, "weights": weights}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -25,11 +26,16 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 256, "initializer_range": 0.3,
 }  # fmt: skip
-CONFIGS = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig,
+    "qwen3": transformers.Qwen3Config,
+    "mistral": functools.partial(transformers.MistralConfig, sliding_window=4),
+}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: Any) -> str:
+    """A folder with a model of that architecture."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
     made = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param](**SIZES))
@@ -40,6 +46,15 @@ def model(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: An
 
 def updates(cases: list[dict[str, Any]], *, num_ranks: int) -> list[dict[str, Any]]:
     """What each case comes to, on so many real ranks."""
+    outputs = outputs_of(cases, num_ranks=num_ranks)
+    for code, _, errors in outputs:
+        assert code == 0, errors[-3000:]
+    found: list[dict[str, Any]] = json.loads(outputs[0][1].splitlines()[-1])
+    return found
+
+
+def outputs_of(cases: list[dict[str, Any]], *, num_ranks: int) -> list[tuple[int, str, str]]:
+    """Exit code and output of each rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = [
@@ -52,10 +67,7 @@ def updates(cases: list[dict[str, Any]], *, num_ranks: int) -> list[dict[str, An
         for rank in range(num_ranks)
     ]  # fmt: skip
     outputs = [process.communicate(timeout=200) for process in ranks]
-    for process, (_, errors) in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    found: list[dict[str, Any]] = json.loads(outputs[0][0].splitlines()[-1])
-    return found
+    return [(process.returncode, *both) for process, both in zip(ranks, outputs, strict=True)]
 
 
 @pytest.mark.heavy
@@ -98,6 +110,17 @@ def test_every_objective_trains_on_two_ranks_and_the_rollouts_ratio_is_over_both
         for before, after in zip(alone["metrics"], shared["metrics"], strict=True):
             assert after == pytest.approx(before, rel=1e-4, abs=1e-5)
             assert after["train/num_optimizer_steps"] == 2.0
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("model", ["mistral"], indirect=True)
+def test_a_run_stops_before_it_learns_when_its_layout_changes_the_loss(model: str) -> None:
+    packed = {"model": model, "train": {"layout": "packed"}}  # a row's mask hides the window
+    ((code, _, errors),) = outputs_of([packed], num_ranks=1)
+    assert code != 0
+    assert "loss and gradient must not depend on how rollouts are laid out" in errors
+    updates([{"model": model, "train": {"layout": "padded"}}], num_ranks=1)
 
 
 def test_a_token_sees_its_own_sample_only() -> None:
