@@ -198,6 +198,9 @@ class ObjectiveConfig(_Section):
     """With `recomputed`: how tokens of another policy than the proximal one are weighted."""
     correction_low: float = Field(0.5, ge=0)
     correction_high: float = Field(2.0, gt=0)
+    kl: float = Field(0.0, ge=0)
+    """Weight of the divergence from the start model, which is then loaded beside the policy."""
+    kl_kind: Literal["k3", "k1"] = "k3"
 
     @model_validator(mode="after")
     def _correction_has_two_policies(self) -> ObjectiveConfig:

@@ -29,13 +29,15 @@ def pack(
     """This rank's micro-batches of one optimiser step; every rank gets equally many.
 
     version:    of the weights about to be updated.
-    advantages: by rollout_id. Rollouts whose advantage is 0.0 carry no gradient: they count in the
-    mean, and cost no forward pass. A micro-batch holds at most `tokens_per_batch` padded tokens,
-    unless one sample alone is longer. Ranks that come short are filled up with batches of nothing.
+    advantages: by rollout_id. Rollouts whose advantage is 0.0 carry no gradient (but that of a KL
+    term): they count in the mean, and cost no forward pass.
+
+    A micro-batch holds at most `tokens_per_batch` padded tokens, unless one sample alone is longer.
+    Ranks that come short are filled up with batches of nothing.
     """
     weights = token_weights(samples, settings)
     numbers = {name: number for number, name in enumerate(weights)}
-    useful = [sample for sample in samples if advantages[sample.rollout_id] != 0.0]
+    useful = [s for s in samples if settings.kl or advantages[s.rollout_id] != 0.0]
     total = sum(len(sample.token_ids) for sample in useful)
     limit = min(tokens_per_batch, -(-total // num_ranks))
     batches = _rows(useful, limit, is_packed=layout == "packed")

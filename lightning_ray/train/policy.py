@@ -16,7 +16,7 @@ import torch
 from lightning_ray.config import Config
 from lightning_ray.errors import ConfigError
 from lightning_ray.schema import Batch
-from lightning_ray.train.loss import Loss, correction, policy_loss
+from lightning_ray.train.loss import Loss, correction, divergence, policy_loss
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
@@ -38,13 +38,9 @@ class Policy:
         self.config = config
         self.version = version
         source = path or config.model.path
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=_DTYPES[config.model.dtype], attn_implementation="sdpa"
-        )
-        model.config.use_cache = False
-        _check_layout(model.config, layout=config.train.layout)
         self._kept: torch.Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._keep)
+        model = self._load(source)
+        _check_layout(model.config, layout=config.train.layout)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         self.tied = bool(model.config.tie_word_embeddings)
         settings = config.train
@@ -58,6 +54,9 @@ class Policy:
             model=model, optimizer=optimizer, config=_deepspeed_config(config)
         )
         self.device = self.engine.device
+        self._reference = None
+        if config.train.objective.kl:
+            self._reference = self._load(config.model.path).requires_grad_(False).to(self.device)
 
     def update(self, parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
         """An optimiser step for each part, over all ranks; metrics are the same on every rank."""
@@ -83,6 +82,7 @@ class Policy:
             "train/clipped_high_share": sums["clipped_high"] / tokens,
             "train/corrected_share": sums["corrected"] / tokens,
             "train/entropy": sums["entropy"] / tokens,
+            "train/kl": sums.get("kl", 0.0) / len(parts),
             "train/grad_norm": float(gradient_norm) if gradient_norm is not None else math.nan,
             "train/lr": self.engine.get_lr()[0],
         }
@@ -187,7 +187,14 @@ class Policy:
             rollout_log_ratio=log_ratios[rollouts],
         )
         loss.sums.update(entropy=entropy.sum(), corrected=touched.sum())
-        return loss, logprobs
+        if self._reference is None:
+            return loss, logprobs
+        with torch.no_grad():
+            reference, _ = self.logprobs(batch, self._reference)
+        kl = divergence(
+            logprobs, reference=reference, weights=batch["weights"], kind=settings.kl_kind
+        )
+        return Loss(loss.value + settings.kl * kl, {**loss.sums, "kl": kl.detach()}), logprobs
 
     def _proximal(self, batch: _Tensors) -> torch.Tensor:
         """[N] the log-probs that ratios are taken to."""
@@ -215,6 +222,14 @@ class Policy:
         if self.engine.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums[0] / sums[2].clamp(min=1.0), sums[1]
+
+    def _load(self, source: str) -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=_DTYPES[self.config.model.dtype], attn_implementation="sdpa"
+        )
+        model.config.use_cache = False
+        model.get_output_embeddings().register_forward_pre_hook(self._keep)
+        return model
 
     def _keep(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the output embedding: leave out the positions nothing is asked of."""

@@ -99,6 +99,7 @@ def test_every_objective_trains_on_two_ranks_and_the_rollouts_ratio_is_over_both
         {"kind": "gspo"},
         {"kind": "cispo", "proximal": "recomputed", "correction": "rollout"},
         {"kind": "importance", "mean": "constant", "constant_tokens": 40},
+        {"kl": 0.1, "kl_kind": "k3"},
     ]
     cases = [
         {"model": model, "num_cuts": 1,
@@ -110,6 +111,9 @@ def test_every_objective_trains_on_two_ranks_and_the_rollouts_ratio_is_over_both
         for before, after in zip(alone["metrics"], shared["metrics"], strict=True):
             assert after == pytest.approx(before, rel=1e-4, abs=1e-5)
             assert after["train/num_optimizer_steps"] == 2.0
+    kl = [row["train/kl"] for row in one[-1]["metrics"]]
+    assert 0.0 < kl[0] < kl[1]  # the first of two steps begins at the reference itself
+    assert {row["train/kl"] for case in one[:-1] for row in case["metrics"]} == {0.0}
 
 
 @pytest.mark.heavy
