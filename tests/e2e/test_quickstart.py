@@ -110,8 +110,13 @@ def test_after_a_publish_the_engine_answers_as_the_checkpoint_does(run: Path) ->
 
 
 def test_what_is_trained_is_what_was_sampled_in_one_piece(run: Path) -> None:
-    steps = [row for row in rows(run) if "sample/num_per_rollout" in row]
-    assert max(row["sample/num_per_rollout"] for row in steps) < 1.2
+    """But for turns that vLLM's tool parser cut: a policy may learn to write on behind its call,
+    which the parser drops, and the turn comes back as another."""
+    for row in rows(run):
+        if "sample/num" in row:
+            num_cut = row.get("call/joined_turn_changed", 0.0)
+            num_rollouts = row["sample/num"] / row["sample/num_per_rollout"]
+            assert (row["sample/num"] - num_cut) / num_rollouts < 1.1
 
 
 def test_the_run_folder_holds_what_the_readme_says(run: Path) -> None:
