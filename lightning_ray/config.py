@@ -81,8 +81,9 @@ class GatewayConfig(_Section):
     """0: a free one."""
     replicas: int = Field(1, ge=1)
     haproxy: bool = True
-    """Ray Serve's HAProxy ingress, faster than its Python proxy by three. It shows its statistics
-    on two more ports, on every interface. A cluster's nodes need RAY_SERVE_ENABLE_HA_PROXY=1."""
+    """Ray Serve's HAProxy ingress, several times as fast as its Python proxy. It shows its
+    statistics on two more ports, on every interface. A cluster's nodes need
+    RAY_SERVE_ENABLE_HA_PROXY=1."""
     hold_s: float = Field(900.0, gt=0)
     """Longest a call waits while weights move, before it is told 503."""
     engine_s: float = Field(60.0, gt=0)

@@ -388,7 +388,7 @@ def _parent(call: Call, candidates: list[Call]) -> tuple[Call, int]:
         shared = _shared(parent, call.prompt_ids)
         if shared > most:
             best, most = parent, shared
-        if shared and shared in (len(call.prompt_ids), len(_sequence(parent))):
+        if shared and shared in (len(call.prompt_ids), _length(parent)):
             break  # the call goes on where this one ended, or samples the same prompt again
     return best, most
 
@@ -418,6 +418,10 @@ def _shared(parent: Call, prompt_ids: np.ndarray) -> int:
     if shared == len(parent.prompt_ids):
         shared += _common(parent.sampled_ids, prompt_ids[shared:])
     return shared
+
+
+def _length(call: Call) -> int:
+    return len(call.prompt_ids) + len(call.sampled_ids)
 
 
 def _sequence(call: Call) -> np.ndarray:

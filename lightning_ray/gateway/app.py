@@ -72,7 +72,7 @@ def create_app(lease: Lease, ties: Ties) -> ASGIApp:
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        # calls go past Starlette's router and middleware, which cost a tenth of one
+        # calls go past Starlette's router and middleware, which wrap every send
         is_call = scope["type"] != "lifespan" and scope["path"].startswith("/rollout/")
         await (gateway if is_call else rest)(scope, receive, send)
 

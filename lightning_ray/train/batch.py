@@ -12,6 +12,7 @@ from lightning_ray.schema import Batch, Sample
 
 Row = list[Sample]
 _ROW = 4
+"""Longest samples that a packed row has room for."""
 _FLAT = "previous", "targets", "rollouts", "logprobs", "fresh", "advantages", "weights"
 
 
