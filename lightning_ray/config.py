@@ -232,12 +232,19 @@ class TrainConfig(_Section):
     zero_stage: Literal[0, 1, 2, 3] = 2
     tokens_per_batch: int = Field(16384, ge=1)
     """Padded tokens of one micro-batch."""
-    layout: Literal["packed", "padded"] = "packed"
-    """`packed`: a row holds several samples, which do not see each other; `padded`: one."""
+    layout: Literal["packed", "tree", "padded"] = "packed"
+    """`packed`: a row holds several samples, which do not see each other; `tree`: and what they
+    begin with alike is there once; `padded`: one."""
+    frozen: list[str] = []
+    """Patterns (`re.search`) of names of parameters that are not trained."""
     optimizer_steps: int = Field(1, ge=1)
     """Each takes its share of the step's rollouts."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
     """How rewards become advantages; the formulas are in `credit.py`."""
+    credit: str | None = None
+    """`module:function` that gives credit within rollouts: called for each group as
+    function(trajectories, advantages), it returns for each rollout its advantage, or a list with
+    one for each of its calls."""
     objective: ObjectiveConfig = ObjectiveConfig()
     validate_every: int = Field(10, ge=0)
     """Steps; 0: only first and last."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from lightning_ray.config import SignalConfig
 from lightning_ray.errors import ConfigError
+from lightning_ray.schema import Trajectory
+
+Assign = Callable[[Sequence[Trajectory], list[float]], Sequence[float | Sequence[float]]]
 
 _EPSILON = 1e-6
 _EQUAL = 1e-12
@@ -42,6 +45,28 @@ def advantages(groups: Sequence[Sequence[float | None]], *, estimator: str) -> l
     return [
         [(a or 0.0) * scale if _spread(group) > _EQUAL else 0.0 for a in row]
         for group, row, scale in zip(groups, centred, scales, strict=True)
+    ]
+
+
+def assigned(
+    assign: Assign, trajectories: Sequence[Trajectory], row: Sequence[float]
+) -> list[float | list[float]]:
+    """Credit within the rollouts of a group, by the user's function; ConfigError unless it gives,
+    for each rollout, a finite number or one for each of its calls in the order of `calls`."""
+    given = list(assign(trajectories, list(row)))
+    values = [np.asarray(credit, float) for credit in given]
+    sizes = [(len(trajectory.calls),) for trajectory in trajectories]
+    if len(given) != len(sizes) or not all(
+        value.shape in ((), size) and np.isfinite(value).all()
+        for value, size in zip(values, sizes, strict=False)
+    ):
+        raise ConfigError(
+            f"train.credit must return, for {len(sizes)} rollouts with {[n for (n,) in sizes]} "
+            f"calls, a finite advantage each or a list with one for each call; got {given}"
+        )
+    orders = [np.argsort([call.index for call in t.calls]) for t in trajectories]
+    return [
+        v[order].tolist() if v.ndim else v.item() for v, order in zip(values, orders, strict=True)
     ]
 
 

@@ -63,12 +63,12 @@ class Trainer:
     of its threads waits in it.
     """
 
-    def fit(self, config: Config, loop: Callable[[dict[str, Any]], Any]) -> None:
-        """Run `loop` on every rank, in the run's placement group."""
+    def fit(self, config: Config, loop: Callable[[dict[str, Any]], Any], *, root: str) -> None:
+        """Run `loop` on every rank, in the run's placement group; `root`: the driver's folder."""
         is_gpu = config.engine.device == "gpu"
         ColocatedTorchTrainer(
             loop,
-            train_loop_config={"config": config},
+            train_loop_config={"config": config, "root": root},
             torch_config=TorchConfig(backend="nccl" if is_gpu else "gloo"),
             scaling_config=ScalingConfig(
                 num_workers=config.train.num_workers or config.engine.count,

@@ -95,7 +95,9 @@ def _check(config: Config) -> None:
         )
     if config.harness is not None:
         load_recipe(config.harness.recipe, root=os.getcwd())
-        load_function(config.harness.grader, root=os.getcwd())
+        for spec in (config.harness.grader, config.train.credit):
+            if spec is not None:
+                load_function(spec, root=os.getcwd())
     if config.tasks is not None:
         for spec in (config.tasks.train, config.tasks.validate_):
             load_tasks(spec, root=os.getcwd())
@@ -146,7 +148,7 @@ def _start(
     try:
         if loop is not None:
             parts.trainer = ray.remote(num_cpus=0)(Trainer).options(name="trainer").remote()
-            parts.fitted = parts.trainer.fit.remote(config, loop)
+            parts.fitted = parts.trainer.fit.remote(config, loop, root=os.getcwd())
         if config.harness is not None:
             parts.runners = start_runners(
                 config.harness, model=config.model.served_name, root=os.getcwd()

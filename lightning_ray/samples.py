@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_ray.schema import Call, Sample
+from lightning_ray.schema import Call, Sample, common_prefix
 
 TRAINED_KINDS = ("main", "subagent", "compaction")
 
@@ -59,7 +59,7 @@ def link(calls: Iterable[Call]) -> list[Link]:
     sampled = _sampled(calls)
     links = []
     for index, call in enumerate(sampled):
-        shared = [_common(_sequence(other), call.prompt_ids) for other in sampled[:index]]
+        shared = [common_prefix(_sequence(other), call.prompt_ids) for other in sampled[:index]]
         best = int(np.argmax(shared)) if any(shared) else None
         nearest = None if best is None else sampled[best]
         continues = nearest is not None and _leads_to(_sequence(nearest), call.prompt_ids)
@@ -84,12 +84,6 @@ def _sampled(calls: Iterable[Call]) -> list[Call]:
 
 def _sequence(call: Call) -> np.ndarray:
     return np.concatenate([call.prompt_ids, call.sampled_ids])
-
-
-def _common(left: np.ndarray, right: np.ndarray) -> int:
-    n = min(len(left), len(right))
-    different = np.flatnonzero(left[:n] != right[:n])
-    return int(different[0]) if len(different) else n
 
 
 def _leads_to(sequence: np.ndarray, prompt_ids: np.ndarray) -> bool:
@@ -123,20 +117,22 @@ class _Branch:
     def extend(self, call: Call, *, is_trained: bool) -> None:
         self._parts.append(_context(call.prompt_ids[len(self._ids) :]))
         trained = np.ones(len(call.sampled_ids), bool)
-        answer = call.sampled_ids, trained, call.logprobs, call.versions
+        index = np.full(len(call.sampled_ids), call.index, np.int32)
+        answer = call.sampled_ids, trained, call.logprobs, call.versions, index
         self._parts.append(answer if is_trained else _context(call.sampled_ids))
         self._ids = np.concatenate([call.prompt_ids, call.sampled_ids])
 
     def sample(self, rollout_id: str, group_id: str) -> Sample:
-        token_ids, mask, logprobs, versions = (
+        token_ids, mask, logprobs, versions, calls = (
             np.concatenate(column) for column in zip(*self._parts, strict=True)
         )
         return Sample(
             rollout_id=rollout_id, group_id=group_id,
             token_ids=token_ids, mask=mask, logprobs=logprobs, versions=versions,
+            calls=calls,
         )  # fmt: skip
 
 
 def _context(token_ids: np.ndarray) -> Sequence[np.ndarray]:
-    n = len(token_ids)
-    return token_ids, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, -1, np.int32)
+    n, none = len(token_ids), np.full(len(token_ids), -1, np.int32)
+    return token_ids, np.zeros(n, bool), np.zeros(n, np.float32), none, none

@@ -145,6 +145,8 @@ class Sample:
     """[L] float32, 0.0 where mask is False."""
     versions: np.ndarray
     """[L] int32, -1 where mask is False."""
+    calls: np.ndarray
+    """[L] int32, index of the call that sampled the token, -1 where mask is False."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +157,9 @@ class Batch:
     """[B, T] int64"""
     positions: np.ndarray
     """[B, T] int64, of each token in its sample."""
-    segments: np.ndarray
-    """[B, T] int64, which sample of its row a token belongs to; -1: padding."""
+    ends: np.ndarray
+    """[B, T] int64, where in the row the tokens end that see this one: those of its sample and,
+    where samples share it, of theirs. 0: padding."""
     previous: np.ndarray
     """[N] int64, where in the flattened rows the token before a trained one is."""
     targets: np.ndarray
@@ -176,6 +179,13 @@ class Batch:
 
 
 Record = TypeVar("Record")
+
+
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """Length of the front that two arrays share."""
+    n = min(len(left), len(right))
+    different = left[:n] != right[:n]
+    return int(different.argmax()) if different.any() else n
 
 
 @functools.cache

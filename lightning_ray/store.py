@@ -31,6 +31,7 @@ from lightning_ray.schema import (
     Rollout,
     Trajectory,
     arrow_schema,
+    common_prefix,
     from_table,
     to_table,
 )
@@ -363,13 +364,13 @@ def _shorten(call: Call, earlier: list[Call]) -> StoredCall:
         )
     parent, shared = _parent(call, earlier[-8:])
     body, other = _bytes(call.request), _bytes(parent.request)
-    head = _common(other, body)
-    tail = _common(other[head:][::-1], body[head:][::-1])
+    head = common_prefix(other, body)
+    tail = common_prefix(other[head:][::-1], body[head:][::-1])
     fields["prompt_ids"] = call.prompt_ids[shared:]
     fields["request"] = call.request[head : len(call.request) - tail]
     rendered_shared = None
     if call.rendered_ids is not None:
-        rendered_shared = _common(_rendered(parent), call.rendered_ids)
+        rendered_shared = common_prefix(_rendered(parent), call.rendered_ids)
         fields["rendered_ids"] = call.rendered_ids[rendered_shared:]
     return StoredCall(
         **fields,
@@ -414,9 +415,9 @@ def _rendered(call: Call) -> np.ndarray:
 
 def _shared(parent: Call, prompt_ids: np.ndarray) -> int:
     """Tokens at the front of a prompt that are the parent's prompt, and then its answer."""
-    shared = _common(parent.prompt_ids, prompt_ids)
+    shared = common_prefix(parent.prompt_ids, prompt_ids)
     if shared == len(parent.prompt_ids):
-        shared += _common(parent.sampled_ids, prompt_ids[shared:])
+        shared += common_prefix(parent.sampled_ids, prompt_ids[shared:])
     return shared
 
 
@@ -430,10 +431,3 @@ def _sequence(call: Call) -> np.ndarray:
 
 def _bytes(raw: bytes) -> np.ndarray:
     return np.frombuffer(raw, np.uint8)
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common front of two arrays."""
-    n = min(len(a), len(b))
-    equal = a[:n] == b[:n]
-    return int(equal.argmin()) if not equal.all() else n

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from lightning_ray.config import SignalConfig, TrainConfig
-from lightning_ray.credit import advantages, check_signal
+from lightning_ray.credit import advantages, assigned, check_signal
 from lightning_ray.errors import ConfigError
+from tests.made import trajectory
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline"]
 
@@ -95,3 +97,17 @@ def test_a_start_policy_that_can_learn_passes_the_signal_gate() -> None:
 def test_one_that_cannot_is_told_what_to_change(reward: float, mixed: float, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_signal(SignalConfig(), reward_mean=reward, mixed_share=mixed)
+
+
+def test_a_hook_gives_credit_to_rollouts_and_to_calls_by_their_own_numbers() -> None:
+    first, second = trajectory(num_calls=2), trajectory(num_calls=3)
+    recorded = replace(second, calls=second.calls[::-1])  # in the order they were recorded
+    found = assigned(lambda ts, row: [row[0], [3.0, 2.0, 1.0]], [first, recorded], [0.5, -0.5])
+    assert found == [0.5, [1.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize("given", [[0.5], [0.5, [1.0]], [0.5, math.nan], [0.5, 0.5, 0.5]])
+def test_a_hook_that_gives_no_credit_for_something_is_refused(given: list[object]) -> None:
+    pair = [trajectory(num_calls=2), trajectory(num_calls=3)]
+    with pytest.raises(ConfigError, match=r"train.credit must return, for 2 rollouts .*\[2, 3\]"):
+        assigned(lambda ts, row: given, pair, [0.5, -0.5])

@@ -9,15 +9,7 @@ import numpy as np
 
 from lightning_ray.samples import build_samples, discarded, link
 from lightning_ray.schema import Call, Sample
-
-
-def call(prompt: list[int], sampled: list[int], index: int = 0) -> Call:
-    return Call(
-        call_id=str(index), rollout_id="r", attempt=0, index=index, dialect="chat", status=200,
-        error=None, prompt_ids=np.array(prompt, np.int32), sampled_ids=np.array(sampled, np.int32),
-        logprobs=-np.array(sampled, np.float32), versions=np.full(len(sampled), index, np.int32),
-        finish_reason="stop", started_at=float(index), duration_s=1.0, request=b"", response=b"",
-    )  # fmt: skip
+from tests.made import call
 
 
 def build(*calls: Call) -> list[Sample]:
@@ -32,6 +24,7 @@ def test_calls_that_extend_each_other_are_one_sample() -> None:
     assert sample.mask.tolist() == [False, False, True, False, True, True, True]
     assert sample.logprobs.tolist() == [0, 0, -3, 0, -5, -6, -7]
     assert sample.versions.tolist() == [-1, -1, 0, -1, 1, 1, 2]
+    assert sample.calls.tolist() == [-1, -1, 0, -1, 1, 1, 2]
 
 
 def test_a_changed_history_opens_a_branch_and_is_not_repaired() -> None:

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from lightning_ray.config import ObjectiveConfig
-from lightning_ray.schema import Batch, Sample
+from lightning_ray.schema import Batch, Sample, common_prefix
 
-Row = list[Sample]
-_ROW = 4
-"""Longest samples that a packed row has room for."""
+Credits = Mapping[str, float | Sequence[float]]
+"""Advantage by rollout_id: one for the rollout, or one for each of its calls."""
+
+_ROOM = {"padded": 1, "packed": 4, "tree": 8}
+"""Longest samples that a row has room for."""
 _FLAT = "previous", "targets", "rollouts", "logprobs", "fresh", "advantages", "weights"
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Samples that stay together in a row, and the tokens they take there."""
+
+    samples: list[Sample]
+    size: int
 
 
 def pack(
     samples: Sequence[Sample],
     *,
-    advantages: Mapping[str, float],
+    advantages: Credits,
     version: int,
     tokens_per_batch: int,
     settings: ObjectiveConfig = ObjectiveConfig(),  # noqa: B008 - frozen
@@ -30,21 +42,24 @@ def pack(
     """This rank's micro-batches of one optimiser step; every rank gets equally many.
 
     version:    of the weights about to be updated.
-    advantages: by rollout_id. Rollouts whose advantage is 0.0 carry no gradient (but that of a KL
-    term): they count in the mean, and cost no forward pass.
+    advantages: rollouts whose advantage is 0.0 carry no gradient (but that of a KL term): they
+    count in the mean, and cost no forward pass.
 
-    A micro-batch holds at most `tokens_per_batch` padded tokens, unless one sample alone is longer.
-    Ranks that come short are filled up with batches of nothing.
+    A row holds one sample (`padded`), several (`packed`), or several of which each begins with the
+    tokens of the one before it that both have in common (`tree`). A micro-batch holds at most
+    `tokens_per_batch` padded tokens, unless one sample alone is longer. Ranks that come short are
+    filled up with batches of nothing.
     """
     weights = token_weights(samples, settings)
     numbers = {name: number for number, name in enumerate(weights)}
-    useful = [s for s in samples if settings.kl or advantages[s.rollout_id] != 0.0]
-    total = sum(len(sample.token_ids) for sample in useful)
-    limit = min(tokens_per_batch, -(-total // num_ranks))
-    batches = _rows(useful, limit, is_packed=layout == "packed")
+    useful = [s for s in samples if settings.kl or np.any(advantages[s.rollout_id])]
+    units = _units(useful, tokens_per_batch, layout)
+    limit = min(tokens_per_batch, -(-sum(unit.size for unit in units) // num_ranks))
+    batches = _rows(units, limit, layout)
     batches += [[[]] for _ in range(-len(batches) % num_ranks)]
     return [
-        _batch(rows, advantages, weights, numbers, version) for rows in batches[rank::num_ranks]
+        _batch(rows, advantages, weights, numbers, version, is_tree=layout == "tree")
+        for rows in batches[rank::num_ranks]
     ]
 
 
@@ -76,81 +91,131 @@ def token_weights(samples: Sequence[Sample], settings: ObjectiveConfig) -> dict[
 
 def padding_share(batches: Sequence[Batch]) -> float:
     """Share of the rows that no sample fills."""
-    filled = sum(int((batch.segments >= 0).sum()) for batch in batches)
-    return 1.0 - filled / max(sum(batch.segments.size for batch in batches), 1)
+    filled = sum(int((batch.ends > 0).sum()) for batch in batches)
+    return 1.0 - filled / max(sum(batch.ends.size for batch in batches), 1)
 
 
-def _rows(samples: Sequence[Sample], limit: int, *, is_packed: bool) -> list[list[Row]]:
-    """Micro-batches of rows, by best fit, the longest samples first.
+def num_unique(samples: Sequence[Sample]) -> int:
+    """Tokens of the tree of all samples."""
+    ids = [np.zeros(0, np.int32), *(sample.token_ids for sample in _in_order(samples))]
+    return sum(len(after) - common_prefix(before, after) for before, after in pairwise(ids))
 
-    A packed row has room for `_ROW` times the longest sample left; with much less, what is left
-    over in it is too short for most samples.
+
+def _in_order(samples: Sequence[Sample]) -> list[Sample]:
+    """By their tokens, so that each shares most with its neighbours."""
+    return sorted(samples, key=lambda s: (s.token_ids.astype(">u4").tobytes(), s.rollout_id))
+
+
+def _units(samples: Sequence[Sample], limit: int, layout: str) -> list[_Unit]:
+    """Each sample alone, or neighbours in the order of their tokens, which share the most."""
+    if layout != "tree" or not samples:
+        return [_Unit([sample], len(sample.token_ids)) for sample in samples]
+    room = min(_ROOM[layout] * max(len(sample.token_ids) for sample in samples), limit)
+    units: list[_Unit] = []
+    previous = np.zeros(0, np.int32)
+    for sample in _in_order(samples):
+        size = len(sample.token_ids)
+        added = size - common_prefix(previous, sample.token_ids)
+        if units and units[-1].size + added <= room:
+            units[-1] = _Unit([*units[-1].samples, sample], units[-1].size + added)
+        else:
+            units.append(_Unit([sample], size))
+        previous = sample.token_ids
+    return units
+
+
+def _rows(units: Sequence[_Unit], limit: int, layout: str) -> list[list[list[Sample]]]:
+    """Micro-batches of rows of samples, by best fit, the largest units first.
+
+    A row has room for several times the largest unit left; with little more, what is left over in
+    it is too short for most of them.
     """
-    left = sorted(samples, key=lambda sample: (-len(sample.token_ids), sample.rollout_id))
+    left = sorted(units, key=lambda unit: (-unit.size, unit.samples[0].rollout_id))
     batches = []
     while left:
-        longest, rest = len(left[0].token_ids), []
-        width = max(longest, min(_ROW * longest, limit)) if is_packed else longest
-        rows: list[Row] = []
+        largest, rest = left[0], []
+        longest = max(len(sample.token_ids) for sample in largest.samples)
+        width = max(largest.size, min(_ROOM[layout] * longest, limit))
+        rows: list[list[Sample]] = []
         room: list[int] = []
-        for sample in left:
-            length = len(sample.token_ids)
-            fits = [i for i, free in enumerate(room) if free >= length and is_packed]
+        for unit in left:
+            fits = [i for i, free in enumerate(room) if free >= unit.size and layout != "padded"]
             if not fits and len(rows) < max(1, limit // width):
                 rows.append([])
                 room.append(width)
                 fits = [len(rows) - 1]
             if not fits:
-                rest.append(sample)
+                rest.append(unit)
                 continue
             tightest = min(fits, key=room.__getitem__)
-            rows[tightest].append(sample)
-            room[tightest] -= length
+            rows[tightest] += unit.samples
+            room[tightest] -= unit.size
         batches.append(rows)
         left = rest
     return batches
 
 
+def _paths(row: Sequence[Sample], *, is_tree: bool) -> tuple[list[np.ndarray], np.ndarray]:
+    """Where in the row each sample's tokens are; where the tokens end that see each of them.
+
+    Samples of a tree are in an order that puts those that share most side by side, so each takes
+    over the front it has in common with the one before it.
+    """
+    ends = np.zeros(sum(len(sample.token_ids) for sample in row), np.int64)
+    paths: list[np.ndarray] = []
+    path, length = np.zeros(0, np.int64), 0
+    for number, sample in enumerate(row):
+        size = len(sample.token_ids)
+        common = (
+            common_prefix(row[number - 1].token_ids, sample.token_ids) if is_tree and number else 0
+        )
+        ends[path[common:]] = length
+        path = np.concatenate([path[:common], np.arange(length, length + size - common)])
+        length += size - common
+        paths.append(path)
+    ends[path] = length
+    return paths, ends[:length]
+
+
 def _batch(
-    rows: Sequence[Row],
-    advantages: Mapping[str, float],
+    rows: Sequence[Sequence[Sample]],
+    advantages: Credits,
     weights: Mapping[str, float],
     numbers: Mapping[str, int],
     version: int,
+    *,
+    is_tree: bool,
 ) -> Batch:
-    width = max(2, *(sum(len(sample.token_ids) for sample in row) for row in rows))
-    token_ids = np.zeros((len(rows), width), np.int64)
-    positions = np.zeros((len(rows), width), np.int64)
-    segments = np.full((len(rows), width), -1, np.int64)
-    columns: list[tuple[np.ndarray, ...]] = [tuple(np.zeros(0) for _ in range(7))]
-    for i, row in enumerate(rows):
-        start = 0
-        segments[i, :2] = -1 if row else 0  # a row of nothing still is one that attends to itself
-        for number, sample in enumerate(row):
-            end = start + len(sample.token_ids)
-            token_ids[i, start:end] = sample.token_ids
-            positions[i, start:end] = np.arange(end - start)
-            segments[i, start:end] = number
+    laid = [_paths(row, is_tree=is_tree) for row in rows]
+    width = max(2, *(len(row_ends) for _, row_ends in laid))
+    token_ids, positions, ends = np.zeros((3, len(rows), width), np.int64)
+    columns: list[tuple[np.ndarray, ...]] = [tuple(np.zeros(0) for _ in _FLAT)]
+    for i, (row, (paths, row_ends)) in enumerate(zip(rows, laid, strict=True)):
+        ends[i, : len(row_ends)] = row_ends
+        if not row:
+            ends[i, :2] = 2  # a row of nothing still is one that attends to itself
+        for sample, path in zip(row, paths, strict=True):
+            token_ids[i, path] = sample.token_ids
+            positions[i, path] = np.arange(len(path))
             where = np.flatnonzero(sample.mask)
             name = sample.rollout_id
+            credit = np.asarray(advantages[name])
             columns.append(
                 (
-                    i * width + start + where - 1,
+                    i * width + path[where - 1],
                     sample.token_ids[where],
                     np.full(len(where), numbers[name]),
                     sample.logprobs[where],
                     sample.versions[where] == version,
-                    np.full(len(where), advantages[name]),
+                    credit[sample.calls[where]] if credit.ndim else np.full(len(where), credit),
                     np.full(len(where), weights[name]),
                 )
             )
-            start = end
     kinds = np.int64, np.int64, np.int64, np.float32, np.bool_, np.float32, np.float32
     flat = {
         name: np.concatenate(column).astype(kind)
         for name, column, kind in zip(_FLAT, zip(*columns, strict=True), kinds, strict=True)
     }
     return Batch(
-        token_ids=token_ids, positions=positions, segments=segments,
-        num_rollouts=len(numbers), **flat,
-    )  # fmt: skip
+        token_ids=token_ids, positions=positions, ends=ends, num_rollouts=len(numbers), **flat
+    )

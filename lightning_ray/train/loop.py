@@ -15,13 +15,13 @@ import ray.train
 from ray.train import Checkpoint
 
 from lightning_ray.collect import Group
-from lightning_ray.config import Config, TrainConfig
-from lightning_ray.credit import advantages, check_signal
+from lightning_ray.config import Config, TrainConfig, load_function
+from lightning_ray.credit import Assign, advantages, assigned, check_signal
 from lightning_ray.errors import ConfigError, WeightsError
 from lightning_ray.metrics import Metrics, reward_of, summarise, timed
 from lightning_ray.samples import build_samples
 from lightning_ray.schema import Batch, Sample
-from lightning_ray.train.batch import pack, padding_share, split_rollouts
+from lightning_ray.train.batch import Credits, pack, padding_share, split_rollouts
 from lightning_ray.train.policy import Policy
 from lightning_ray.train.publish import Publisher
 
@@ -36,7 +36,7 @@ def train_loop(settings: dict[str, Any]) -> None:
     """Train one policy: collect, samples, credit, batch, sleep, update, publish."""
     config: Config = settings["config"]
     policy = Policy(config)
-    run = _Run(config)
+    run = _Run(config, root=settings["root"])
     publisher = Publisher(config, engines=run.engines, policy=policy, rank=run.rank)
     publisher.publish(policy.version)  # engines begin on the loaded weights
     run.open_gate()
@@ -47,7 +47,7 @@ def train_loop(settings: dict[str, Any]) -> None:
         with timed(metrics, "collect"):
             groups = run.collect(step)
         with timed(metrics, "build"):
-            samples, credits = learnable(groups, config.train)
+            samples, credits = learnable(groups, config.train, run.assign)
             parts = [
                 batches for part in split_rollouts(samples, config.train.optimizer_steps)
                 if (batches := run.pack(part, credits, policy.version))
@@ -78,16 +78,17 @@ def train_loop(settings: dict[str, Any]) -> None:
 
 
 def learnable(
-    groups: Sequence[Group], settings: TrainConfig
-) -> tuple[list[Sample], dict[str, float]]:
+    groups: Sequence[Group], settings: TrainConfig, assign: Assign | None = None
+) -> tuple[list[Sample], Credits]:
     """The samples of every scored rollout, and each such rollout's advantage."""
     samples: list[Sample] = []
-    credits: dict[str, float] = {}
+    credits: dict[str, float | list[float]] = {}
     rewards = [[reward_of(t) for t in group.trajectories] for group in groups]
     for group, scored, row in zip(
         groups, rewards, advantages(rewards, estimator=settings.advantage), strict=True
     ):
-        for trajectory, reward, credit in zip(group.trajectories, scored, row, strict=True):
+        given = row if assign is None else assigned(assign, group.trajectories, row)
+        for trajectory, reward, credit in zip(group.trajectories, scored, given, strict=True):
             if reward is not None:
                 rollout = trajectory.rollout
                 credits[rollout.rollout_id] = credit
@@ -100,9 +101,9 @@ def learnable(
     return samples, credits
 
 
-def describe(credits: dict[str, float], parts: Sequence[Sequence[Batch]]) -> Metrics:
+def describe(credits: Credits, parts: Sequence[Sequence[Batch]]) -> Metrics:
     """How credit is spread, and how full this rank's rows are."""
-    values = list(credits.values()) or [0.0]
+    values = [float(np.mean(credit)) for credit in credits.values()] or [0.0]
     return {
         "credit/advantage_std": float(np.std(values)),
         "credit/zero_share": float(np.mean([value == 0.0 for value in values])),
@@ -113,7 +114,7 @@ def describe(credits: dict[str, float], parts: Sequence[Sequence[Batch]]) -> Met
 class _Run:
     """This rank's hold on the other parts of the run."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, root: str) -> None:
         context = ray.train.get_context()
         self.config = config
         self.rank, self.num_ranks = context.get_world_rank(), context.get_world_size()
@@ -122,6 +123,8 @@ class _Run:
         self.engines = [ray.get_actor(f"engine/{i}") for i in range(config.engine.count)]
         self.journal = _Journal(config.run_dir, is_writer=self.rank == 0)
         self._num_barren = 0
+        hook = config.train.credit
+        self.assign = load_function(hook, root=root) if hook else None
 
     def collect(self, step: int) -> list[Group]:
         groups: list[Group] = ray.get(self.collector.collect.remote(step))
@@ -130,7 +133,7 @@ class _Run:
     def pack(
         self,
         samples: Sequence[Sample],
-        credits: dict[str, float],
+        credits: Credits,
         version: int,
         *,
         settings: TrainConfig | None = None,
@@ -148,12 +151,10 @@ class _Run:
             num_ranks=self.num_ranks,
         )
 
-    def check_split(
-        self, policy: Policy, samples: Sequence[Sample], credits: dict[str, float]
-    ) -> None:
+    def check_split(self, policy: Policy, samples: Sequence[Sample], credits: Credits) -> None:
         """Try a few samples of the first step in the layout that is set, and one by one."""
         few = sorted(
-            (sample for sample in samples if credits[sample.rollout_id]),
+            (sample for sample in samples if np.any(credits[sample.rollout_id])),
             key=lambda sample: (len(sample.token_ids), sample.rollout_id),
         )[:NUM_CHECKED]
         alone = self.config.train.model_copy(update={"layout": "padded", "tokens_per_batch": 1})

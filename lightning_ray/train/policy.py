@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -21,6 +22,7 @@ from lightning_ray.train.loss import Loss, correction, divergence, policy_loss
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
 import transformers
+from torch.nn.attention.flex_attention import create_block_mask
 
 # DeepSpeed 0.19 would compile a C++ all-reduce for CPUs at the first start, a minute; gloo has one
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -39,13 +41,17 @@ class Policy:
         self.version = version
         source = path or config.model.path
         self._kept: torch.Tensor | None = None
+        # FlexAttention has no gradient on CPUs
+        is_sparse = config.train.layout == "tree" and torch.cuda.is_available()
+        self._attention = "flex_attention" if is_sparse else "sdpa"
         model = self._load(source)
         _check_layout(model.config, layout=config.train.layout)
+        _freeze(model, config.train.frozen)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         self.tied = bool(model.config.tie_word_embeddings)
         settings = config.train
         optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -105,7 +111,8 @@ class Policy:
         part = [self._tensors(batch) for batch in batches]
         proximal = [self._proximal(batch) for batch in part]
         ratios = self._rollout_ratios(part, proximal)
-        vector = [p for p in self.engine.module.parameters() if p.dim() == 1][-1]
+        parameters = self.engine.module.parameters()
+        vector = [p for p in parameters if p.dim() == 1 and p.requires_grad][-1]
         total, gradient = torch.zeros(1, device=self.device), torch.zeros_like(vector)
         for batch, before in zip(part, proximal, strict=True):
             # past DeepSpeed's engine, which would take a gradient for one of an update
@@ -130,7 +137,7 @@ class Policy:
         logits = (model or self.engine)(
             input_ids=batch["token_ids"],
             position_ids=batch["positions"],
-            attention_mask=visible(batch["segments"]),
+            attention_mask=self._visible(batch["ends"]),
         ).logits
         self._kept = None
         table = torch.log_softmax(logits.float() / self.config.collect.sampling.temperature, -1)
@@ -225,11 +232,14 @@ class Policy:
 
     def _load(self, source: str) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=_DTYPES[self.config.model.dtype], attn_implementation="sdpa"
+            source, dtype=_DTYPES[self.config.model.dtype], attn_implementation=self._attention
         )
         model.config.use_cache = False
         model.get_output_embeddings().register_forward_pre_hook(self._keep)
         return model
+
+    def _visible(self, ends: torch.Tensor) -> Any:
+        return visible_blocks(ends) if self._attention == "flex_attention" else visible(ends)
 
     def _keep(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the output embedding: leave out the positions nothing is asked of."""
@@ -287,25 +297,49 @@ class Policy:
         return dict(zip(names, values.tolist(), strict=True))
 
 
-def visible(segments: torch.Tensor) -> torch.Tensor:
-    """The attention mask of rows: a token sees those before it in its own sample.
+def visible(ends: torch.Tensor) -> torch.Tensor:
+    """The attention mask of rows: a token sees itself, and those before it that end behind it.
 
-    segments: [B, T]; gives [B, T] long where rows hold one sample each, else [B, 1, T, T] bool.
+    ends: [B, T]; gives [B, T] long where rows hold one sample each, else [B, 1, T, T] bool.
     """
-    if segments.numel() and int(segments.max()) < 1:
-        return (segments >= 0).long()
-    same = segments[:, :, None] == segments[:, None, :]
-    return same.tril()[:, None]
+    filled = (ends > 0).long()
+    if bool((ends == filled * filled.sum(-1, keepdim=True)).all()):
+        return filled
+    places = torch.arange(ends.shape[1], device=ends.device)
+    before, behind = places[None, :] <= places[:, None], places[:, None] < ends[:, None, :]
+    return ((before & behind) | (places[None, :] == places[:, None]))[:, None]
+
+
+def visible_blocks(ends: torch.Tensor) -> Any:
+    """The same for FlexAttention, which leaves out the blocks of a row where nothing is seen."""
+    num_rows, width = ends.shape
+
+    def sees(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ((k <= q) & (q < ends[b, k])) | (q == k)
+
+    return create_block_mask(sees, num_rows, None, width, width, device=str(ends.device))
 
 
 def _check_layout(config: Any, *, layout: str) -> None:
     """ConfigError for a model whose layers would see across the samples of a packed row."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layout == "packed" and kinds != {"full_attention"}:
+    if layout != "padded" and kinds != {"full_attention"}:
         raise ConfigError(
-            f"train.layout=packed needs full attention in every layer; this model has "
+            f"train.layout={layout} needs full attention in every layer; this model has "
             f"{', '.join(sorted(kinds))}. Set train.layout=padded."
         )
+
+
+def _freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Leave out of training the parameters whose names match one of the patterns."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ConfigError(f"train.frozen: no parameter matches {pattern!r}; one is {names[0]}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in patterns))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"train.frozen leaves nothing to train: {', '.join(patterns)}")
 
 
 def _deepspeed_config(config: Config) -> dict[str, Any]:

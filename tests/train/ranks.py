@@ -20,7 +20,7 @@ from lightning_ray.config import Config
 from lightning_ray.schema import Batch, Sample
 from lightning_ray.train.batch import pack, split_rollouts
 from lightning_ray.train.policy import Policy
-from tests.train.samples import cut, make_sample
+from tests.train.samples import cut, make_sample, siblings
 
 NAMES = [f"r{i}" for i in range(6)]
 
@@ -41,8 +41,10 @@ def run(model: str, train: dict[str, Any], num_cuts: int = 0) -> dict[str, Any]:
         }
     )
     policy = Policy(config)
+    before = {name: tensor.clone() for name, tensor in policy.parameters()}
     rng = np.random.default_rng(0)
     samples = [make_sample(name, int(rng.integers(20, 60)), rng, vocabulary=200) for name in NAMES]
+    samples += siblings(2 * len(NAMES), rng, vocabulary=200)
     for _ in range(num_cuts):
         samples = cut(samples, rng)
     advantages = dict(zip(NAMES, [1.0, -0.5, 0.0, 0.7, -1.0, 0.3], strict=True))
@@ -62,7 +64,8 @@ def run(model: str, train: dict[str, Any], num_cuts: int = 0) -> dict[str, Any]:
         parts = split_rollouts(samples, config.train.optimizer_steps)
         metrics.append(policy.update([packed(part) for part in parts]))
     weights = sum(float((tensor.double() ** 2).sum()) for _, tensor in policy.parameters())
-    return {"metrics": metrics, "weights": weights}
+    moved = {name: not tensor.equal(before[name]) for name, tensor in policy.parameters()}
+    return {"metrics": metrics, "weights": weights, "moved": moved}
 
 
 if __name__ == "__main__":

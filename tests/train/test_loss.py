@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 
 from lightning_ray.config import Config, ObjectiveConfig
 from lightning_ray.schema import Batch, Sample
-from lightning_ray.train.batch import pack, padding_share, split_rollouts
+from lightning_ray.train.batch import num_unique, pack, padding_share, split_rollouts
 from lightning_ray.train.loss import correction, divergence, policy_loss
-from tests.train.samples import cut, make_sample
+from lightning_ray.train.policy import visible
+from tests.train.samples import cut, make_sample, siblings
 
 VOCABULARY = 11
 OBJECTIVES = [
@@ -146,7 +148,7 @@ def test_split_invariance_and_the_oracle_over_cuts_layouts_and_ranks(
             num_ranks, limit = int(rng.integers(1, 4)), int(rng.choice([1, 40, 10_000]))
             ranks = [
                 pack(samples, advantages=advantages, version=0, tokens_per_batch=limit,
-                     settings=settings, layout=("packed", "padded")[seed % 2], rank=rank,
+                     settings=settings, layout=("packed", "padded", "tree")[seed % 3], rank=rank,
                      num_ranks=num_ranks)
                 for rank in range(num_ranks)
             ]  # fmt: skip
@@ -181,7 +183,7 @@ def test_a_correction_of_nothing_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "padded", "tree"])
 def test_a_micro_batch_holds_at_most_its_tokens_and_nothing_is_dropped(layout: str) -> None:
     rng = np.random.default_rng(0)
     samples = [make_sample(f"r{i}", int(rng.integers(3, 50)), rng) for i in range(40)]
@@ -194,6 +196,31 @@ def test_a_micro_batch_holds_at_most_its_tokens_and_nothing_is_dropped(layout: s
     assert sum(len(batch.targets) for batch in batches) == num_trained
     assert sum(int(batch.fresh.sum()) for batch in batches) == num_trained
     assert sum(float(batch.weights.sum()) for batch in batches) == pytest.approx(1.0)
+
+
+def test_a_tree_holds_what_samples_begin_with_alike_once() -> None:
+    rng = np.random.default_rng(0)
+    samples = siblings(12, rng)
+    advantages = {sample.rollout_id: 1.0 for sample in samples}
+    (batch,) = pack(samples, advantages=advantages, version=0, tokens_per_batch=999, layout="tree")
+    fronts = {tuple(s.token_ids[:n]) for s in samples for n in range(1, len(s.token_ids) + 1)}
+    assert (batch.ends > 0).sum() == len(fronts) == num_unique(samples)
+    assert len(fronts) < sum(len(sample.token_ids) for sample in samples) / 2
+    seen = visible(torch.from_numpy(batch.ends))[0, 0].numpy()
+    expected = {
+        (sample.rollout_id, *sample.token_ids[: t + 1].tolist())
+        for sample in samples for t in np.flatnonzero(sample.mask)
+    }  # fmt: skip
+    names = list(dict.fromkeys(sample.rollout_id for sample in samples))
+    found = {
+        (names[rollout], *batch.token_ids[0][seen[previous]].tolist(), target)
+        for rollout, previous, target in zip(
+            batch.rollouts, batch.previous, batch.targets, strict=True
+        )
+    }
+    assert found == expected  # what a trained token sees is its own sample's front, in order
+    for previous in batch.previous:
+        assert batch.positions[0][seen[previous]].tolist() == list(range(seen[previous].sum()))
 
 
 def test_packed_rows_have_little_padding() -> None:
@@ -221,6 +248,19 @@ def test_trained_tokens_are_found_behind_those_before_them() -> None:
     ]
     found = zip(rows[batch.previous], batch.targets, strict=True)
     assert sorted(found) == sorted(expected)
+
+
+def test_credit_may_differ_between_the_calls_of_a_rollout() -> None:
+    rng = np.random.default_rng(0)
+    sample = make_sample("a", 9, rng)
+    where = np.flatnonzero(sample.mask)
+    calls = np.full(9, -1, np.int32)
+    calls[where] = np.arange(len(where)) % 2
+    (batch,) = pack(
+        [replace(sample, calls=calls)], advantages={"a": [0.5, -2.0]}, version=0,
+        tokens_per_batch=99,
+    )  # fmt: skip
+    assert batch.advantages.tolist() == [(0.5, -2.0)[i % 2] for i in range(len(where))]
 
 
 def test_rollouts_without_credit_cost_no_forward_pass_but_count_in_the_mean() -> None:

@@ -12,13 +12,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_ray.config import Config
 from lightning_ray.errors import ConfigError
-from lightning_ray.train.policy import _check_layout, visible
+from lightning_ray.train.batch import pack
+from lightning_ray.train.policy import _check_layout, visible, visible_blocks
+from tests.train.samples import siblings
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES: dict[str, Any] = {
@@ -77,7 +81,10 @@ def test_split_invariance_over_cuts_layouts_ranks_and_zero_stages(model: str) ->
     cases = [
         {"model": model, "num_cuts": stage % 2 + 1,
          "train": {"zero_stage": stage, "layout": layout, "tokens_per_batch": limit}}
-        for stage, layout, limit in [(0, "packed", 99), (2, "packed", 500), (3, "padded", 120)]
+        for stage, layout, limit in [
+            (0, "packed", 99), (2, "tree", 500), (2, "packed", 500), (3, "tree", 120),
+            (1, "tree", 99), (3, "padded", 120),
+        ]
     ]  # fmt: skip
     (expected, *one), two = updates([whole, *cases], num_ranks=1), updates(cases, num_ranks=2)
     for found in one + two:
@@ -118,6 +125,25 @@ def test_every_objective_trains_on_two_ranks_and_the_rollouts_ratio_is_over_both
 
 @pytest.mark.heavy
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_frozen_parameters_stay_as_they_were(model: str) -> None:
+    every, some = updates(
+        [{"model": model, "train": {"frozen": frozen}}
+         for frozen in ([], [r"embed", r"layers\.0\."])],
+        num_ranks=1,
+    )  # fmt: skip
+    assert all(every["moved"].values())
+    still = {name for name, has_moved in some["moved"].items() if not has_moved}
+    assert still == {name for name in every["moved"] if "embed" in name or "layers.0." in name}
+    for pattern, words in (("nothing", "no parameter matches"), ("", "leaves nothing to train")):
+        case = {"model": model, "train": {"frozen": [pattern]}}
+        ((code, _, errors),) = outputs_of([case], num_ranks=1)
+        assert code != 0
+        assert words in errors
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("model", ["mistral"], indirect=True)
 def test_a_run_stops_before_it_learns_when_its_layout_changes_the_loss(model: str) -> None:
     packed = {"model": model, "train": {"layout": "packed"}}  # a row's mask hides the window
@@ -128,16 +154,38 @@ def test_a_run_stops_before_it_learns_when_its_layout_changes_the_loss(model: st
 
 
 def test_a_token_sees_its_own_sample_only() -> None:
-    mask = visible(torch.tensor([[0, 0, 1, 1, -1]]))[0, 0]
+    mask = visible(torch.tensor([[2, 2, 4, 4, 0]]))[0, 0]
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1],
     ]  # fmt: skip
 
 
+def test_a_token_of_a_tree_sees_its_ancestors() -> None:
+    mask = visible(torch.tensor([[4, 3, 3, 4]]))[0, 0]  # 0 -> 1 -> 2 and 0 -> 3
+    assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+    whole = visible(torch.tensor([[3, 3, 3, 0], [4, 4, 4, 4]]))
+    assert whole.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def test_flex_attention_sees_the_same() -> None:
+    rng = np.random.default_rng(0)
+    samples = siblings(12, rng)
+    (batch,) = pack(
+        samples, advantages={s.rollout_id: 1.0 for s in samples}, version=0, tokens_per_batch=9999,
+        layout="tree",
+    )  # fmt: skip
+    ends = torch.from_numpy(batch.ends)
+    q, k, v = torch.randn(3, 1, 2, ends.shape[1], 16, generator=torch.Generator().manual_seed(0))
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible(ends))
+    blocks = flex_attention(q, k, v, block_mask=visible_blocks(ends))
+    torch.testing.assert_close(blocks, dense, atol=1e-6, rtol=1e-5)
+
+
 def test_a_model_that_would_see_across_samples_is_refused() -> None:
     layers = ["linear_attention", "full_attention"]
     config = transformers.PretrainedConfig(layer_types=layers)
-    with pytest.raises(ConfigError, match=r"linear_attention.*train\.layout=padded"):
-        _check_layout(config, layout="packed")
+    for layout in ("packed", "tree"):
+        with pytest.raises(ConfigError, match=r"linear_attention.*train\.layout=padded"):
+            _check_layout(config, layout=layout)
     _check_layout(config, layout="padded")
     assert Config.model_fields["train"].default.layout == "packed"
