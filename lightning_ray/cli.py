@@ -1,4 +1,4 @@
-"""lightning-ray train | serve | show: what a person runs."""
+"""lightning-ray train | serve | show | export: what a person runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_ray.config import Config, load_config
-from lightning_ray.errors import LightningError
+from lightning_ray.credit import dead_signal
+from lightning_ray.errors import LightningError, RecordError
 
 console = Console(highlight=False)
 
@@ -34,6 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show.add_argument("run", nargs="?", help="a run's folder, e.g. runs/quickstart")
     show.add_argument("--rollout", help="print this rollout's calls")
     show.add_argument("--explain", action="store_true", help="why its calls did not join")
+    out = commands.add_parser("export", help="a run's trajectories or samples as Parquet")
+    out.add_argument("run", help="a run's folder, e.g. runs/quickstart")
+    out.add_argument("--what", choices=["samples", "trajectories"], default="samples")
+    out.add_argument("--modes", nargs="+", choices=["train", "validate"], default=["train"])
+    out.add_argument("--out", type=Path, help="a new folder; default: RUN/export/WHAT")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
@@ -41,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "show":
             return _show(options.run, options.rollout, explain=options.explain)
+        if options.command == "export":
+            return _export(Path(options.run), options.out, options.what, options.modes)
         config = load_config(options.config, options.overrides)
         return train(config) if options.command == "train" else serve(config)
     except LightningError as error:
@@ -166,6 +174,10 @@ class _Progress:
                 f"update {row.get('time/update_s', 0):.1f}, "
                 f"publish {row.get('time/publish_s', 0):.1f})",
             ]
+            if reason := dead_signal(row):
+                parts.append(f"[bold red]nothing to learn: {reason}[/bold red]")
+            if row.get("sample/by_ray_data"):
+                parts.append("samples by Ray Data")
         if "validation/reward" in row:
             parts.append(f"[bold]validation {row['validation/reward']:.3f}[/bold]")
         return "  ".join(parts)
@@ -218,10 +230,7 @@ def _show(run: str | None, rollout: str | None, *, explain: bool) -> int:
         return 0
     from lightning_ray.store import read_trajectories
 
-    folder = Path(run)
-    if not (folder / "store").is_dir():
-        print(f"lightning-ray: `{run}` is not a run's folder: it has no store/", file=sys.stderr)
-        return 1
+    folder = _run_folder(run)
     trajectories = read_trajectories(folder / "store")
     if rollout is None:
         _show_rollouts(trajectories)
@@ -236,6 +245,31 @@ def _show(run: str | None, rollout: str | None, *, explain: bool) -> int:
     show = _explain if explain else _show_trajectory
     show(chosen[0], AutoTokenizer.from_pretrained(model))
     return 0
+
+
+def _export(run: Path, out: Path | None, what: str, modes: Sequence[str]) -> int:
+    """Write Parquet files through Ray Data, into a folder that is not there yet."""
+    folder = _run_folder(run).absolute()
+    out = (out or folder / "export" / what).absolute()
+    if out.exists():
+        raise RecordError(f"`{out}` is there already; remove it or name another with --out")
+    import ray
+
+    from lightning_ray.assemble import export
+
+    ray.init(log_to_driver=False, include_dashboard=False)
+    try:
+        num_rows = export(folder, out, what=what, modes=modes)
+    finally:
+        ray.shutdown()
+    _say(f"{num_rows} {what} of {'/'.join(modes)} rollouts in {out}")
+    return 0
+
+
+def _run_folder(run: str | Path) -> Path:
+    if not (Path(run) / "store").is_dir():
+        raise RecordError(f"`{run}` is not a run's folder: it has no store/")
+    return Path(run)
 
 
 def _show_rollouts(trajectories: Sequence[Any]) -> None:

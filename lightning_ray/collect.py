@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_ray.assemble import assemble_on_ray
 from lightning_ray.config import Config, load_function
 from lightning_ray.errors import ConfigError, RecordError
 from lightning_ray.gateway.keys import Claims, sign
 from lightning_ray.harness.runner import RunResult
+from lightning_ray.metrics import reward_of
 from lightning_ray.schema import Call, Event, Mode, Outcome, Rollout, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class Collector:
         self._slots = asyncio.Semaphore(len(self.runners) * self.harness.slots)
         self._running: list[asyncio.Task[Group]] = []
         self._collected: dict[int, list[Group]] = {}
+        self._assembled: dict[int, asyncio.Future[list[Any]]] = {}
         self._num_started = 0
 
     async def collect(self, step: int) -> list[Group]:
@@ -73,6 +76,17 @@ class Collector:
             await self.store.release.remote(released)
             self._collected = {step: groups}
         return self._collected[step]
+
+    async def samples(self, step: int) -> list[Any]:
+        """Of the scored rollouts of a collected step, made once by Ray Data; refs of tables."""
+        if step not in self._assembled:
+            groups = self._collected[step]
+            scored = [t for g in groups for t in g.trajectories if reward_of(t) is not None]
+            work = asyncio.to_thread(
+                assemble_on_ray, scored, settings=self.config.train, where=self.config.collect
+            )
+            self._assembled = {step: asyncio.ensure_future(work)}
+        return await asyncio.shield(self._assembled[step])
 
     async def validate(self, step: int) -> dict[str, float]:
         """Every validation task once: mean reward of the scored, and how many were."""

@@ -147,6 +147,14 @@ class CollectConfig(_Section):
     max_attempts: int = Field(3, ge=1)
     max_age: int = Field(4, ge=0)
     """Steps a rollout may be behind before no new group starts."""
+    assemble: Literal["inline", "ray_data"] = "inline"
+    """Who makes samples of trajectories: every rank for itself, or Ray Data's tasks once."""
+    inline_max_tokens: int = Field(50_000_000, ge=1)
+    """Prompt tokens of a step's calls above which `inline` becomes `ray_data` by itself."""
+    assemble_cpus: float = Field(4.0, gt=0)
+    """CPUs that Ray Data may use for it,"""
+    assemble_labels: dict[str, str] = {}
+    """on nodes with these Ray labels."""
     sampling: SamplingConfig = SamplingConfig()
     validation_sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     validation_size: int | None = None
@@ -225,16 +233,28 @@ class TrainConfig(_Section):
     num_workers: int | None = Field(None, ge=1)
     """Ranks; None: one for each engine."""
     lr: float = Field(1e-6, gt=0)
+    """The highest learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
+    """Updates in which the learning rate rises to `lr`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls to `final_lr_share` of `lr` afterwards, until `num_steps`."""
+    final_lr_share: float = Field(0.0, ge=0, le=1)
     gradient_clipping: float = Field(1.0, gt=0)
     zero_stage: Literal[0, 1, 2, 3] = 2
+    offload: bool = False
+    """Keep optimiser state and master weights in the host's memory while the engine runs."""
     tokens_per_batch: int = Field(16384, ge=1)
     """Padded tokens of one micro-batch."""
     layout: Literal["packed", "tree", "padded"] = "packed"
     """`packed`: a row holds several samples, which do not see each other; `tree`: and what they
     begin with alike is there once; `padded`: one."""
+    max_sample_tokens: int | None = Field(None, ge=2)
+    """Longest sample that is trained on; None: what the engine allows."""
+    too_long: Literal["cut", "mask", "fail"] = "cut"
+    """A longer one ends with the last whole turn that fits; or its rollout is left out; or the run
+    stops."""
     frozen: list[str] = []
     """Patterns (`re.search`) of names of parameters that are not trained."""
     optimizer_steps: int = Field(1, ge=1)
@@ -255,6 +275,15 @@ class TrainConfig(_Section):
     drain_s: float = Field(30.0, ge=0)
     """How long running calls may finish before they are frozen at a token boundary."""
 
+    @model_validator(mode="after")
+    def _zero_holds_what_is_offloaded(self) -> TrainConfig:
+        if self.offload and self.zero_stage not in (1, 2):
+            raise ValueError(
+                f"train.offload needs train.zero_stage 1 or 2; got {self.zero_stage} (DeepSpeed "
+                "0.19 moves the states of 3 only for an optimiser of its own)"
+            )
+        return self
+
 
 class SignalConfig(_Section):
     """Whether there is something to learn from."""
@@ -265,6 +294,8 @@ class SignalConfig(_Section):
     max_reward: float = 0.60
     min_mixed: float = 0.30
     """Share of groups whose rewards differ."""
+    max_barren_steps: int | None = Field(3, ge=0)
+    """Steps in a row without anything to learn from before the run stops; None: it only says so."""
 
 
 class Config(_Section):
@@ -274,6 +305,8 @@ class Config(_Section):
     """The run's folder is `runs/<name>`."""
     runs: LocalPath = Field("runs", validate_default=True)
     """The folder of all runs."""
+    track: list[Literal["tensorboard", "wandb", "mlflow"]] = ["tensorboard"]
+    """Where metrics go beside `metrics.jsonl`; the last two are packages to be installed."""
     seed: int = 0
     model: ModelConfig
     engine: EngineConfig = EngineConfig()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 
 from lightning_ray.config import SignalConfig
 from lightning_ray.errors import ConfigError
-from lightning_ray.schema import Trajectory
+from lightning_ray.schema import OutcomeKind, Trajectory
 
 Assign = Callable[[Sequence[Trajectory], list[float]], Sequence[float | Sequence[float]]]
 
@@ -84,6 +85,19 @@ def _spread(rewards: Sequence[float | None]) -> float:
 
 def _scored(rewards: Sequence[float | None]) -> list[float]:
     return [reward for reward in rewards if reward is not None]
+
+
+def dead_signal(metrics: Mapping[str, float]) -> str | None:
+    """Why a step has nothing to learn from, by its metrics; None when it has."""
+    if metrics["rollout/num_scored"] == 0:
+        kinds = {k[12:]: int(v) for k, v in metrics.items() if k[12:] in get_args(OutcomeKind)}
+        return f"no rollout was scored; how they ended: {kinds}"
+    if metrics["sample/num_trained_tokens"] == 0:
+        return "no scored rollout has a token to train: they made no call that counts (train.kinds)"
+    if metrics["credit/zero_share"] == 1:
+        reward = metrics["rollout/reward_mean"]
+        return f"every advantage is zero: in each group all rewards are equal (mean {reward:.3f})"
+    return None
 
 
 def check_signal(settings: SignalConfig, *, reward_mean: float, mixed_share: float) -> None:

@@ -1,14 +1,17 @@
-"""Names and units of what is logged: a flat dict of floats, `part/name_unit`."""
+"""What is logged, and where to: a flat dict of floats for each step, `part/name_unit`."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
+from lightning_ray.config import Config
 from lightning_ray.samples import discarded
 from lightning_ray.schema import Sample, Trajectory
 
@@ -36,9 +39,13 @@ def summarise(groups: Sequence[Sequence[Trajectory]], samples: Sequence[Sample])
     sampled = [len(call.sampled_ids) for call in calls]
     metrics = {
         "rollout/reward_mean": _mean(scored),
+        "rollout/reward_std": float(np.std(scored)) if scored else float("nan"),
+        "rollout/group_reward_std_mean": _mean([float(np.std(g)) for g in rewards if g]),
         "rollout/mixed_groups_share": _mean([len(set(group)) > 1 for group in rewards]),
         "rollout/num": len(trajectories),
         "rollout/num_scored": len(scored),
+        "rollout/num_without_samples": len(scored) - len({s.rollout_id for s in samples}),
+        "rollout/num_lone": sum(len(group) == 1 for group in rewards),
         "rollout/running_s_mean": _mean([t.outcome.running_s for t in trajectories if t.outcome]),
         "call/num": len(calls),
         "call/duration_s_mean": _mean([call.duration_s for call in calls]),
@@ -67,3 +74,60 @@ def reward_of(trajectory: Trajectory) -> float | None:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
+
+
+class Journal:
+    """`metrics.jsonl`, and whatever else the config tracks with; written as each step ends."""
+
+    def __init__(self, config: Config, *, is_writer: bool) -> None:
+        self.path = config.run_dir / "metrics.jsonl"
+        self._is_writer = is_writer
+        self._trackers = [_TRACKERS[name](config) for name in config.track if is_writer]
+
+    def write(self, step: int, version: int, metrics: Metrics) -> None:
+        """The writer adds a line; all others do nothing."""
+        if not self._is_writer:
+            return
+        line = {"step": step, "version": version, "at": time.time(), **metrics}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        for track in self._trackers:
+            track(step, metrics)
+
+
+def _tensorboard(config: Config) -> _Track:
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(str(config.run_dir / "tensorboard"))
+
+    def track(step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            board.add_scalar(name, value, step)
+        board.flush()
+
+    return track
+
+
+def _wandb(config: Config) -> _Track:
+    """Offline, or as the environment says: WANDB_MODE, WANDB_API_KEY, WANDB_PROJECT."""
+    import wandb
+
+    os.environ.setdefault("WANDB_PROJECT", "lightning_ray")
+    settings = config.model_dump(mode="json")
+    run = wandb.init(name=config.name, dir=str(config.run_dir), config=settings)
+    return lambda step, metrics: run.log(metrics, step=step)
+
+
+def _mlflow(config: Config) -> _Track:
+    """To MLFLOW_TRACKING_URI, or a database in the run's folder."""
+    import mlflow
+
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri(f"sqlite:///{config.run_dir}/mlflow.db")
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "lightning_ray"))
+    mlflow.start_run(run_name=config.name)
+    return lambda step, metrics: mlflow.log_metrics(metrics, step=step)
+
+
+_Track = Callable[[int, Metrics], None]
+_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -93,6 +94,11 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"model.path must be a Hugging Face model folder; `{folder}` has no config.json"
         )
+    for name in config.track:
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"track: {name} is not installed; `pip install {name}`, or leave it out"
+            )
     if config.harness is not None:
         load_recipe(config.harness.recipe, root=os.getcwd())
         for spec in (config.harness.grader, config.train.credit):

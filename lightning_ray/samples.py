@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_ray.errors import ConfigError
 from lightning_ray.schema import Call, Sample, common_prefix
 
 TRAINED_KINDS = ("main", "subagent", "compaction")
@@ -65,6 +66,32 @@ def link(calls: Iterable[Call]) -> list[Link]:
         continues = nearest is not None and _leads_to(_sequence(nearest), call.prompt_ids)
         links.append(Link(call, nearest, max(shared, default=0), continues))
     return links
+
+
+def shorten(samples: Sequence[Sample], *, limit: int, how: str) -> list[Sample]:
+    """The samples of one rollout, none of more than `limit` tokens.
+
+    how: `cut` ends a longer one with the last whole turn that fits, and leaves it out when none
+    does; `mask` leaves out the rollout; `fail` raises ConfigError.
+    """
+    long = [sample for sample in samples if len(sample.token_ids) > limit]
+    if long and how == "fail":
+        raise ConfigError(
+            f"rollout `{long[0].rollout_id}` has a sample of {len(long[0].token_ids)} tokens; "
+            f"train.max_sample_tokens is {limit}. Raise it, or set train.too_long to cut or mask.",
+            rollout_id=long[0].rollout_id,
+        )
+    if long and how == "mask":
+        return []
+    cut = [_cut(sample, limit) if len(sample.token_ids) > limit else sample for sample in samples]
+    return [sample for sample in cut if sample.mask.any()]
+
+
+def _cut(sample: Sample, limit: int) -> Sample:
+    is_last = sample.mask[:limit] & (sample.calls[:limit] != sample.calls[1 : limit + 1])
+    end = max(np.flatnonzero(is_last) + 1, default=0)
+    arrays = ("token_ids", "mask", "logprobs", "versions", "calls")
+    return replace(sample, is_cut=True, **{name: getattr(sample, name)[:end] for name in arrays})
 
 
 def discarded(calls: Iterable[Call]) -> list[Call]:

@@ -23,6 +23,8 @@ OutcomeKind = Literal["ok", "agent_failed", "timeout", "context_overflow", "harn
 TokenIds = Annotated[np.ndarray, pa.list_(pa.int32())]
 Logprobs = Annotated[np.ndarray, pa.list_(pa.float32())]
 Versions = Annotated[np.ndarray, pa.list_(pa.int32())]
+Mask = Annotated[np.ndarray, pa.list_(pa.bool_())]
+Indices = Annotated[np.ndarray, pa.list_(pa.int32())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +139,18 @@ class Sample:
 
     rollout_id: str
     group_id: str
-    token_ids: np.ndarray
+    token_ids: TokenIds
     """[L] int32"""
-    mask: np.ndarray
+    mask: Mask
     """[L] bool, True where this sample trains a token the policy sampled."""
-    logprobs: np.ndarray
+    logprobs: Logprobs
     """[L] float32, 0.0 where mask is False."""
-    versions: np.ndarray
+    versions: Versions
     """[L] int32, -1 where mask is False."""
-    calls: np.ndarray
+    calls: Indices
     """[L] int32, index of the call that sampled the token, -1 where mask is False."""
+    is_cut: bool = False
+    """Whether turns at its end were left out, because it was too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lightning_ray import wire
@@ -273,20 +274,21 @@ class _Log:
         self._size += done
 
 
-def read_trajectories(folder: Path) -> list[Trajectory]:
-    """Every rollout in the folder, its last attempt, in the order they began.
+def read_trajectories(folder: Path, only: Collection[str] | None = None) -> list[Trajectory]:
+    """Every rollout in the folder, or those named, each its last attempt, in the order they began.
 
     Reads beside a writer that is still running, and up to a torn tail.
     """
     calls: dict[tuple[str, int], list[Call]] = defaultdict(list)
-    for stored in _read(folder, "calls", StoredCall):
+    for stored in _read(folder, "calls", StoredCall, only):
         siblings = calls[stored.rollout_id, stored.attempt]
         siblings.append(_restore(stored, siblings))
     events = defaultdict(list)
-    for event in _read(folder, "events", Event):
+    for event in _read(folder, "events", Event, only):
         events[event.rollout_id].append(event)
-    outcomes = {outcome.rollout_id: outcome for outcome in _read(folder, "outcomes", Outcome)}
-    last = {rollout.rollout_id: rollout for rollout in _read(folder, "rollouts", Rollout)}
+    ends = _read(folder, "outcomes", Outcome, only)
+    outcomes = {outcome.rollout_id: outcome for outcome in ends}
+    last = {rollout.rollout_id: rollout for rollout in _read(folder, "rollouts", Rollout, only)}
     return [
         Trajectory(
             rollout=rollout,
@@ -298,15 +300,22 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
     ]
 
 
-def _read(folder: Path, name: str, record: type) -> list[Any]:
-    """All records of a table: sealed segments in order, then the open stream."""
-    rows: list[Any] = []
-    for segment in sorted(folder.glob(f"{name}-*.parquet")):
-        rows += from_table(pq.read_table(segment), record)
+def read_rollout_ids(folder: Path) -> list[str]:
+    """Of every rollout in the folder, in the order they began."""
+    return list(dict.fromkeys(rollout.rollout_id for rollout in _read(folder, "rollouts", Rollout)))
+
+
+def _read(folder: Path, name: str, record: type, only: Collection[str] | None = None) -> list[Any]:
+    """Records of a table, of all rollouts or those named: sealed segments in order, then the open
+    stream."""
+    tables = [pq.read_table(segment) for segment in sorted(folder.glob(f"{name}-*.parquet"))]
     stream = folder / f"{name}.arrows"
     if stream.exists():
-        rows += from_table(_read_stream(stream, arrow_schema(record)), record)
-    return rows
+        tables.append(_read_stream(stream, arrow_schema(record)))
+    if only is not None:
+        names = pa.array(list(only), pa.string())
+        tables = [t.filter(pc.is_in(t["rollout_id"], value_set=names)) for t in tables]
+    return [row for table in tables for row in from_table(table, record)]  # type: ignore[var-annotated]
 
 
 def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:

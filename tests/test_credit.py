@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from dataclasses import replace
 
 import pytest
 
 from lightning_ray.config import SignalConfig, TrainConfig
-from lightning_ray.credit import advantages, assigned, check_signal
+from lightning_ray.credit import advantages, assigned, check_signal, dead_signal
 from lightning_ray.errors import ConfigError
 from tests.made import trajectory
 
@@ -111,3 +112,21 @@ def test_a_hook_that_gives_no_credit_for_something_is_refused(given: list[object
     pair = [trajectory(num_calls=2), trajectory(num_calls=3)]
     with pytest.raises(ConfigError, match=r"train.credit must return, for 2 rollouts .*\[2, 3\]"):
         assigned(lambda ts, row: given, pair, [0.5, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"rollout/num_scored": 0.0, "rollout/num_timeout": 4.0}, "no rollout was scored.*timeout"),
+        ({"sample/num_trained_tokens": 0.0}, "no scored rollout has a token to train"),
+        ({"credit/zero_share": 1.0}, "every advantage is zero.*mean 0.250"),
+    ],
+)
+def test_a_step_without_signal_says_why(changes: dict[str, float], words: str | None) -> None:
+    metrics = {
+        "rollout/num_scored": 8.0, "rollout/reward_mean": 0.25, "sample/num_trained_tokens": 90.0,
+        "credit/zero_share": 0.5,
+    }  # fmt: skip
+    reason = dead_signal(metrics | changes)
+    assert reason is None if words is None else re.search(words, reason or "")

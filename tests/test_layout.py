@@ -15,16 +15,21 @@ PACKAGE = ROOT / "lightning_ray"
 LAYERS = {
     0: ["schema", "config", "errors", "wire"],
     1: ["samples", "credit", "metrics", "train.batch", "train.loss"],
-    2: ["gateway", "engine", "harness", "store", "train.policy", "placement"],
+    2: ["gateway", "engine", "harness", "store", "assemble", "train.policy", "placement"],
     3: ["collect", "train.publish"],
     4: ["train.loop", "run"],
     5: ["cli"],
 }
-SIDEWAYS = {("gateway.app", "store"), ("gateway.deploy", "store"), ("metrics", "samples")}
+SIDEWAYS = {
+    ("gateway.app", "store"),
+    ("gateway.deploy", "store"),
+    ("metrics", "samples"),
+    ("assemble", "store"),
+}
 HOMES = {
     "ray.serve": ["gateway.deploy"],
     "vllm": ["engine.actor", "engine.capture", "engine.transfer"],
-    "ray.data": ["store"],
+    "ray.data": ["assemble"],
     "ray.train": ["train.loop", "placement", "cli"],
     "deepspeed": ["train.policy"],
     "transformers": ["train.policy", "cli"],

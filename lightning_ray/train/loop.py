@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray
 import ray.train
 from ray.train import Checkpoint
 
+from lightning_ray.assemble import assemble, calls_table
 from lightning_ray.collect import Group
 from lightning_ray.config import Config, TrainConfig, load_function
-from lightning_ray.credit import Assign, advantages, assigned, check_signal
+from lightning_ray.credit import Assign, advantages, assigned, check_signal, dead_signal
 from lightning_ray.errors import ConfigError, WeightsError
-from lightning_ray.metrics import Metrics, reward_of, summarise, timed
-from lightning_ray.samples import build_samples
-from lightning_ray.schema import Batch, Sample
-from lightning_ray.train.batch import Credits, pack, padding_share, split_rollouts
+from lightning_ray.metrics import Journal, Metrics, reward_of, summarise, timed
+from lightning_ray.schema import Batch, Sample, Trajectory, from_table
+from lightning_ray.train.batch import Credits, num_unique, pack, padding_share, split_rollouts
 from lightning_ray.train.policy import Policy
 from lightning_ray.train.publish import Publisher
 
 log = logging.getLogger(__name__)
 
-MAX_BARREN_STEPS = 3
+_ASLEEP = "sleep", "check", "update", "publish"
+"""Phases of a step in which engines answer nothing."""
 NUM_CHECKED = 16
 """Samples that are tried in two layouts before the first update."""
 
@@ -44,18 +44,21 @@ def train_loop(settings: dict[str, Any]) -> None:
 
     for step in range(config.train.num_steps):
         metrics: Metrics = {}
+        started_at = time.perf_counter()
         with timed(metrics, "collect"):
             groups = run.collect(step)
         with timed(metrics, "build"):
-            samples, credits = learnable(groups, config.train, run.assign)
+            scored, credits = credited(groups, config.train, run.assign)
+            samples = run.samples(step, scored, metrics)
             parts = [
                 batches for part in split_rollouts(samples, config.train.optimizer_steps)
                 if (batches := run.pack(part, credits, policy.version))
             ]  # fmt: skip
         metrics |= summarise([group.trajectories for group in groups], samples)
-        metrics["rollout/age_mean"] = sum(step - g.step for g in groups) / len(groups)
-        metrics |= describe(credits, parts)
-        run.check_signal(step, metrics, is_barren=not parts)
+        metrics |= describe(samples, credits, parts, version=policy.version)
+        ages = [step - group.step for group in groups]
+        metrics |= {"rollout/age_mean": float(np.mean(ages)), "rollout/age_max": float(max(ages))}
+        run.check_signal(step, metrics)
         if parts:
             with timed(metrics, "drain"):
                 metrics["gate/num_frozen"] = run.drain()
@@ -70,6 +73,7 @@ def train_loop(settings: dict[str, Any]) -> None:
                 metrics |= publisher.publish(policy.version)
             run.open_gate()
             run.check_gap(metrics)
+        metrics |= shares(metrics, wall_s=time.perf_counter() - started_at)
         if run.is_due(step + 1, config.train.validate_every):
             metrics |= run.validate(step + 1)
         if run.is_due(step + 1, config.train.save_every):
@@ -77,37 +81,54 @@ def train_loop(settings: dict[str, Any]) -> None:
         run.journal.write(step + 1, policy.version, metrics)
 
 
-def learnable(
+def credited(
     groups: Sequence[Group], settings: TrainConfig, assign: Assign | None = None
-) -> tuple[list[Sample], Credits]:
-    """The samples of every scored rollout, and each such rollout's advantage."""
-    samples: list[Sample] = []
+) -> tuple[list[Trajectory], Credits]:
+    """The rollouts that are scored, and the advantage of each."""
+    scored: list[Trajectory] = []
     credits: dict[str, float | list[float]] = {}
     rewards = [[reward_of(t) for t in group.trajectories] for group in groups]
-    for group, scored, row in zip(
-        groups, rewards, advantages(rewards, estimator=settings.advantage), strict=True
-    ):
+    rows = advantages(rewards, estimator=settings.advantage)
+    for group, row in zip(groups, rows, strict=True):
         given = row if assign is None else assigned(assign, group.trajectories, row)
-        for trajectory, reward, credit in zip(group.trajectories, scored, given, strict=True):
-            if reward is not None:
-                rollout = trajectory.rollout
-                credits[rollout.rollout_id] = credit
-                samples += build_samples(
-                    trajectory.calls,
-                    rollout_id=rollout.rollout_id,
-                    group_id=rollout.group_id,
-                    kinds=settings.kinds,
-                )
-    return samples, credits
+        for trajectory, credit in zip(group.trajectories, given, strict=True):
+            if reward_of(trajectory) is not None:
+                credits[trajectory.rollout.rollout_id] = credit
+                scored.append(trajectory)
+    return scored, credits
 
 
-def describe(credits: Credits, parts: Sequence[Sequence[Batch]]) -> Metrics:
-    """How credit is spread, and how full this rank's rows are."""
+def describe(
+    samples: Sequence[Sample], credits: Credits, parts: Sequence[Sequence[Batch]], *, version: int
+) -> Metrics:
+    """What is trained on: tokens, their ages in versions, credit, and how full this rank's rows
+    are."""
+    masks = np.concatenate([sample.mask for sample in samples] or [np.zeros(0, bool)])
+    sampled_by = np.concatenate([sample.versions[sample.mask] for sample in samples] or [[]])
     values = [float(np.mean(credit)) for credit in credits.values()] or [0.0]
+    batches = [batch for part in parts for batch in part]
     return {
         "credit/advantage_std": float(np.std(values)),
-        "credit/zero_share": float(np.mean([value == 0.0 for value in values])),
-        "sample/padding_share": padding_share([batch for part in parts for batch in part]),
+        "credit/zero_share": float(
+            np.mean([not np.any(credit) for credit in credits.values()] or [True])
+        ),
+        "sample/num_trained_tokens": float(masks.sum()),
+        "sample/num_context_tokens": float((~masks).sum()),
+        "sample/num_unique_tokens": float(num_unique(samples)),
+        "sample/num_cut": float(sum(sample.is_cut for sample in samples)),
+        "sample/token_age_mean": float(np.mean(version - sampled_by)) if len(sampled_by) else 0.0,
+        "sample/token_age_max": float(np.max(version - sampled_by, initial=0)),
+        "sample/padding_share": padding_share(batches),
+    }
+
+
+def shares(metrics: Metrics, *, wall_s: float) -> Metrics:
+    """Of a step's wall time: how long engines were asleep, and how long ranks had no work."""
+    spent = {name: metrics.get(f"time/{name}_s", 0.0) for name in (*_ASLEEP, "build")}
+    asleep = sum(spent[name] for name in _ASLEEP)
+    return {
+        "engine/asleep_share": asleep / wall_s,
+        "train/idle_share": 1.0 - (asleep + spent["build"]) / wall_s,
     }
 
 
@@ -121,7 +142,7 @@ class _Run:
         self.collector = _await_actor("collector", timeout_s=config.engine.start_timeout_s)
         self.gate = ray.get_actor("gate")
         self.engines = [ray.get_actor(f"engine/{i}") for i in range(config.engine.count)]
-        self.journal = _Journal(config.run_dir, is_writer=self.rank == 0)
+        self.journal = Journal(config, is_writer=self.rank == 0)
         self._num_barren = 0
         hook = config.train.credit
         self.assign = load_function(hook, root=root) if hook else None
@@ -129,6 +150,17 @@ class _Run:
     def collect(self, step: int) -> list[Group]:
         groups: list[Group] = ray.get(self.collector.collect.remote(step))
         return groups
+
+    def samples(self, step: int, scored: Sequence[Trajectory], metrics: Metrics) -> list[Sample]:
+        """Of the step's scored rollouts, made here or, where they are many, by Ray Data."""
+        settings = self.config.collect
+        num_tokens = sum(len(call.prompt_ids) for t in scored for call in t.calls)
+        is_large = num_tokens > settings.inline_max_tokens
+        metrics["sample/by_ray_data"] = float(is_large or settings.assemble == "ray_data")
+        if not metrics["sample/by_ray_data"]:
+            return from_table(assemble(calls_table(scored), settings=self.config.train), Sample)
+        tables = ray.get(ray.get(self.collector.samples.remote(step)))
+        return from_table(pa.concat_tables(tables), Sample)
 
     def pack(
         self,
@@ -196,21 +228,21 @@ class _Run:
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
         )
 
-    def check_signal(self, step: int, metrics: Metrics, *, is_barren: bool) -> None:
+    def check_signal(self, step: int, metrics: Metrics) -> None:
         """Stop a run that cannot learn, and say what to change."""
-        self._num_barren = self._num_barren + 1 if is_barren else 0
         if step == 0 and self.config.signal.enabled:
             check_signal(
                 self.config.signal,
                 reward_mean=metrics["rollout/reward_mean"],
                 mixed_share=metrics["rollout/mixed_groups_share"],
             )
-        if metrics["rollout/num_scored"] == 0 or self._num_barren > MAX_BARREN_STEPS:
-            kinds = {k: int(v) for k, v in metrics.items() if k.startswith("rollout/num_")}
+        reason, limit = dead_signal(metrics), self.config.signal.max_barren_steps
+        self._num_barren = self._num_barren + 1 if reason else 0
+        if limit is not None and self._num_barren > limit:
             raise ConfigError(
-                f"step {step} gives nothing to learn from: {kinds}. Every rollout was masked or "
-                f"every group had one reward, {self._num_barren} step(s) in a row; see "
-                "`lightning-ray show` for how the rollouts ended."
+                f"step {step} gives nothing to learn from, {self._num_barren} in a row: {reason}; "
+                "see `lightning-ray show` for how the rollouts ended. "
+                "signal.max_barren_steps=null goes on all the same."
             )
 
     def check_gap(self, metrics: Metrics) -> None:
@@ -232,25 +264,3 @@ def _await_actor(name: str, *, timeout_s: float) -> Any:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
-
-
-class _Journal:
-    """`metrics.jsonl` and TensorBoard, written by rank 0 as each step ends."""
-
-    def __init__(self, run_dir: Path, *, is_writer: bool) -> None:
-        self.path = run_dir / "metrics.jsonl"
-        self.board: Any = None
-        if is_writer:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def write(self, step: int, version: int, metrics: Metrics) -> None:
-        if self.board is None:
-            return
-        line = {"step": step, "version": version, "at": time.time(), **metrics}
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        for name, value in metrics.items():
-            self.board.add_scalar(name, value, step)
-        self.board.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ class Publisher:
     ) -> None:
         self.client = _Client(engines)
         self.rank = rank
+        self._num_bytes = sum(d.itemsize * math.prod(shape) for _, d, shape in policy.shapes())
         if config.engine.device == "gpu":
             # heavy, and only for CUDA: vLLM's own sender
             from lightning_ray.engine.transfer import ipc_sender
@@ -56,7 +58,7 @@ class Publisher:
             self.client.call("wake_up", ["kv_cache"])
             self.client.call("resume")
             self.client.call("canary", version)
-        return metrics
+        return {**metrics, "publish/gb_per_s": self._num_bytes / 1e9 / metrics["time/send_s"]}
 
 
 class _Client:

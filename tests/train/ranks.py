@@ -32,7 +32,9 @@ def main(cases: list[dict[str, Any]]) -> None:
         print(json.dumps(results))
 
 
-def run(model: str, train: dict[str, Any], num_cuts: int = 0) -> dict[str, Any]:
+def run(
+    model: str, train: dict[str, Any], num_cuts: int = 0, vocabulary: int = 200
+) -> dict[str, Any]:
     config = Config.model_validate(
         {
             "name": "x",
@@ -44,7 +46,7 @@ def run(model: str, train: dict[str, Any], num_cuts: int = 0) -> dict[str, Any]:
     before = {name: tensor.clone() for name, tensor in policy.parameters()}
     rng = np.random.default_rng(0)
     samples = [make_sample(name, int(rng.integers(20, 60)), rng, vocabulary=200) for name in NAMES]
-    samples += siblings(2 * len(NAMES), rng, vocabulary=200)
+    samples += siblings(2 * len(NAMES), rng, vocabulary=vocabulary)
     for _ in range(num_cuts):
         samples = cut(samples, rng)
     advantages = dict(zip(NAMES, [1.0, -0.5, 0.0, 0.7, -1.0, 0.3], strict=True))

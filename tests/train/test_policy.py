@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,10 +19,16 @@ import torch
 import transformers
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_ray.config import Config
+from lightning_ray.config import Config, TrainConfig
 from lightning_ray.errors import ConfigError
 from lightning_ray.train.batch import pack
-from lightning_ray.train.policy import _check_layout, visible, visible_blocks
+from lightning_ray.train.policy import (
+    Policy,
+    _check_layout,
+    learning_rate,
+    visible,
+    visible_blocks,
+)
 from tests.train.samples import siblings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -140,6 +147,60 @@ def test_frozen_parameters_stay_as_they_were(model: str) -> None:
         ((code, _, errors),) = outputs_of([case], num_ranks=1)
         assert code != 0
         assert words in errors
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_what_is_offloaded_between_updates_changes_nothing(model: str) -> None:
+    cases = [
+        {"model": model, "train": {"offload": offload, "zero_stage": stage}}
+        for stage in (1, 2) for offload in (False, True)
+    ]  # fmt: skip
+    found = updates(cases, num_ranks=1)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_tokens_outside_the_policys_vocabulary_stop_every_rank(model: str) -> None:
+    outputs = outputs_of([{"model": model, "train": {}, "vocabulary": 300}], num_ranks=2)
+    for code, _, errors in outputs:
+        assert code != 0
+        assert "the engine's tokens must be in the policy's vocabulary of 200" in errors
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_a_checkpoint_of_another_architecture_is_refused(model: str, tmp_path: Path) -> None:
+    class Loader(Policy):
+        def __init__(self, config: Config) -> None:
+            self.config, self._attention = config, "sdpa"
+
+    config = Config.model_validate({"name": "x", "model": {"path": model, "dtype": "float32"}})
+    shutil.copytree(model, tmp_path / "m")
+    settings = json.loads((tmp_path / "m" / "config.json").read_text())
+    for changes, words in (
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "of another architecture"),
+        ({"model_type": "vit"}, "could not be loaded"),
+        ({"hidden_size": 64}, "could not be loaded"),
+    ):
+        (tmp_path / "m" / "config.json").write_text(json.dumps(settings | changes))
+        with pytest.raises(ConfigError, match=words):
+            Loader(config)._load(str(tmp_path / "m"))
+
+
+def test_the_learning_rate_rises_and_falls_as_set() -> None:
+    def rates(**fields: Any) -> list[float]:
+        settings = TrainConfig(lr=1.0, num_steps=6, **fields)
+        return [round(learning_rate(settings, version), 3) for version in range(7)]
+
+    assert rates() == [1.0] * 7
+    assert rates(warmup_steps=2) == [0.5, *[1.0] * 6]
+    assert rates(warmup_steps=2, schedule="linear") == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(schedule="linear", final_lr_share=0.4)[::3] == [1.0, 0.7, 0.4]
+    assert rates(schedule="cosine")[::3] == [1.0, 0.5, 0.0]
 
 
 @pytest.mark.heavy
