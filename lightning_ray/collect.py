@@ -86,7 +86,15 @@ class Collector:
                 assemble_on_ray, scored, settings=self.config.train, where=self.config.collect
             )
             self._assembled = {step: asyncio.ensure_future(work)}
-        return await asyncio.shield(self._assembled[step])
+        limit = self.config.collect.assemble_timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._assembled[step]), limit)
+        except TimeoutError:
+            raise ConfigError(
+                f"Ray Data has not made the samples of step {step} within {limit:.0f} s "
+                "(collect.assemble_timeout_s); it needs a whole CPU that nothing else holds on a "
+                f"node with the labels {self.config.collect.assemble_labels}: see `ray status`"
+            ) from None
 
     async def validate(self, step: int) -> dict[str, float]:
         """Every validation task once: mean reward of the scored, and how many were."""

@@ -155,6 +155,8 @@ class CollectConfig(_Section):
     """CPUs that Ray Data may use for it,"""
     assemble_labels: dict[str, str] = {}
     """on nodes with these Ray labels."""
+    assemble_timeout_s: float = Field(600.0, gt=0)
+    """Longest that Ray Data may take for a step's samples."""
     sampling: SamplingConfig = SamplingConfig()
     validation_sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     validation_size: int | None = None

@@ -6,8 +6,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -91,43 +92,58 @@ class Journal:
         line = {"step": step, "version": version, "at": time.time(), **metrics}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        for track in self._trackers:
-            track(step, metrics)
+        for tracker in self._trackers:
+            tracker.write(step, metrics)
+
+    def close(self) -> None:
+        """The run has ended well."""
+        for tracker in self._trackers:
+            tracker.close()
 
 
-def _tensorboard(config: Config) -> _Track:
-    from torch.utils.tensorboard import SummaryWriter
+class _TensorBoard:
+    def __init__(self, config: Config) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    board = SummaryWriter(str(config.run_dir / "tensorboard"))
+        self._board = SummaryWriter(str(config.run_dir / "tensorboard"))
+        self.close = self._board.close
 
-    def track(step: int, metrics: Metrics) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
-            board.add_scalar(name, value, step)
-        board.flush()
-
-    return track
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
 
 
-def _wandb(config: Config) -> _Track:
-    """Offline, or as the environment says: WANDB_MODE, WANDB_API_KEY, WANDB_PROJECT."""
-    import wandb
+class _Wandb:
+    """Where the environment says: WANDB_MODE, WANDB_API_KEY, WANDB_PROJECT."""
 
-    os.environ.setdefault("WANDB_PROJECT", "lightning_ray")
-    settings = config.model_dump(mode="json")
-    run = wandb.init(name=config.name, dir=str(config.run_dir), config=settings)
-    return lambda step, metrics: run.log(metrics, step=step)
+    def __init__(self, config: Config) -> None:
+        import wandb
+
+        os.environ.setdefault("WANDB_PROJECT", "lightning_ray")
+        settings = config.model_dump(mode="json")
+        self._run = wandb.init(name=config.name, dir=str(config.run_dir), config=settings)
+        self.close = self._run.finish
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._run.log(metrics, step=step)
 
 
-def _mlflow(config: Config) -> _Track:
+class _MLflow:
     """To MLFLOW_TRACKING_URI, or a database in the run's folder."""
-    import mlflow
 
-    if "MLFLOW_TRACKING_URI" not in os.environ:
-        mlflow.set_tracking_uri(f"sqlite:///{config.run_dir}/mlflow.db")
-    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "lightning_ray"))
-    mlflow.start_run(run_name=config.name)
-    return lambda step, metrics: mlflow.log_metrics(metrics, step=step)
+    def __init__(self, config: Config) -> None:
+        import mlflow
+
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            mlflow.set_tracking_uri(f"sqlite:///{config.run_dir}/mlflow.db")
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "lightning_ray"))
+        mlflow.start_run(run_name=config.name)
+        self.close = mlflow.end_run
+        self._log = mlflow.log_metrics
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._log(metrics, step=step)
 
 
-_Track = Callable[[int, Metrics], None]
-_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
+_TRACKERS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow}

@@ -129,7 +129,8 @@ def _init(config: Config, *, is_local: bool) -> None:
     if not is_local:
         ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False)
         return
-    num_cpus = max(os.cpu_count() or 1, config.engine.count + 1)
+    # a CPU for each bundle, one for the gateway and whoever takes part of one, one for Ray Data
+    num_cpus = max(os.cpu_count() or 1, config.engine.count, config.train.num_workers or 1) + 2
     ray.init(
         address="local", namespace=namespace, runtime_env=runtime_env, log_to_driver=False,
         num_cpus=num_cpus, _node_ip_address="127.0.0.1", logging_level=logging.ERROR,

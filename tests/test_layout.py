@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lightning_ray"
 
 LAYERS = {
     0: ["schema", "config", "errors", "wire"],
-    1: ["samples", "credit", "metrics", "train.batch", "train.loss"],
+    1: ["samples", "credit", "metrics", "train.batch", "train.loss", "train.attention"],
     2: ["gateway", "engine", "harness", "store", "assemble", "train.policy", "placement"],
     3: ["collect", "train.publish"],
     4: ["train.loop", "run"],
@@ -32,7 +32,7 @@ HOMES = {
     "ray.data": ["assemble"],
     "ray.train": ["train.loop", "placement", "cli"],
     "deepspeed": ["train.policy"],
-    "transformers": ["train.policy", "cli"],
+    "transformers": ["train.policy", "train.attention", "cli"],
     "kubernetes": ["harness.kubernetes"],
     "starlette": ["gateway.app"],
     "aiohttp": ["gateway.engines"],

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import socket
 import uuid
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from lightning_ray.gateway.gate import GateState, Lease
 from lightning_ray.store import Exchange
 
 APP = "lightning-ray"
+_PORTS = range(20000, 32768)
+"""Above those that Ray gives its workers, below those that Linux gives outgoing connections."""
 _GATHER_S = 0.004
 """Exchanges that end within this time go to the store in one message."""
 
@@ -33,15 +36,14 @@ def serve_environment(config: Config, scratch: str) -> dict[str, str]:
 
     scratch: a folder for HAProxy's own files; its default is one for the whole machine.
     """
-    host = config.gateway.host
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if config.gateway.haproxy else "0",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{scratch}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{scratch}/admin.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": scratch,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{scratch}/server-state",
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port(host)),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port(host)),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         # a change of replicas must not cut calls that are held through a weight update
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # when a run ends its harnesses have ended; 30 s of draining would be waited for in vain
@@ -56,7 +58,7 @@ def start_gateway(
     config: Config, *, engine_urls: Sequence[str], secret: str, namespace: str
 ) -> str:
     """Deploy the gateway and return its base URL; ConfigError when the port is taken."""
-    host, port = config.gateway.host, config.gateway.port or _free_port(config.gateway.host)
+    host, port = config.gateway.host, config.gateway.port or _free_port()
     check_free(host, port)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
@@ -177,9 +179,12 @@ def _sampling(settings: Any) -> wire.Sampling:
     return wire.Sampling(**settings.model_dump())
 
 
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
+def _free_port() -> int:
+    """One that nothing listens on, and that no outgoing connection is given before we do."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise ConfigError(f"no port of {_PORTS.start}-{_PORTS.stop - 1} is free on this machine")
 
 
 def check_free(host: str, port: int) -> None:

@@ -79,6 +79,7 @@ def train_loop(settings: dict[str, Any]) -> None:
         if run.is_due(step + 1, config.train.save_every):
             run.save(policy, step + 1)
         run.journal.write(step + 1, policy.version, metrics)
+    run.journal.close()
 
 
 def credited(

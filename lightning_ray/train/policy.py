@@ -17,13 +17,13 @@ import torch
 from lightning_ray.config import Config, TrainConfig
 from lightning_ray.errors import ConfigError, boundary
 from lightning_ray.schema import Batch
+from lightning_ray.train.attention import ROWS, blocks, is_plain, runs
 from lightning_ray.train.loss import Loss, correction, divergence, policy_loss
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
 import transformers
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from torch.nn.attention.flex_attention import create_block_mask
 
 # DeepSpeed 0.19 would compile a C++ all-reduce for CPUs at the first start, a minute; gloo has one
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -42,9 +42,8 @@ class Policy:
         self.version = version
         source = path or config.model.path
         self._kept: torch.Tensor | None = None
-        # FlexAttention has no gradient on CPUs
-        is_sparse = config.train.layout == "tree" and torch.cuda.is_available()
-        self._attention = "flex_attention" if is_sparse else "sdpa"
+        rows = "flex_attention" if torch.cuda.is_available() else ROWS
+        self._attention = "sdpa" if config.train.layout == "padded" else rows
         model = self._load(source)
         _check_layout(model.config, layout=config.train.layout)
         _freeze(model, config.train.frozen)
@@ -150,7 +149,7 @@ class Policy:
         logits = (model or self.engine)(
             input_ids=batch["token_ids"],
             position_ids=batch["positions"],
-            attention_mask=self._visible(batch["ends"]),
+            **self._seen(batch["ends"]),
         ).logits
         self._kept = None
         table = torch.log_softmax(logits.float() / self.config.collect.sampling.temperature, -1)
@@ -258,8 +257,13 @@ class Policy:
         model.get_output_embeddings().register_forward_pre_hook(self._keep)
         return model
 
-    def _visible(self, ends: torch.Tensor) -> Any:
-        return visible_blocks(ends) if self._attention == "flex_attention" else visible(ends)
+    def _seen(self, ends: torch.Tensor) -> dict[str, Any]:
+        """What says to the model which tokens of a row a token sees."""
+        if is_plain(ends):
+            return {"attention_mask": (ends > 0).long()}
+        if self._attention == ROWS:  # the model makes no mask where it is given one of four axes
+            return {"attention_mask": ends.new_ones(1, 1, 1, 1), "row_runs": runs(ends)}
+        return {"attention_mask": blocks(ends)}
 
     def _keep(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the output embedding: leave out the positions nothing is asked of."""
@@ -357,29 +361,6 @@ def learning_rate(settings: TrainConfig, version: int) -> float:
     if settings.schedule != "constant":
         left = settings.final_lr_share + (1.0 - settings.final_lr_share) * left
     return settings.lr * warm * left
-
-
-def visible(ends: torch.Tensor) -> torch.Tensor:
-    """The attention mask of rows: a token sees itself, and those before it that end behind it.
-
-    ends: [B, T]; gives [B, T] long where rows hold one sample each, else [B, 1, T, T] bool.
-    """
-    filled = (ends > 0).long()
-    if bool((ends == filled * filled.sum(-1, keepdim=True)).all()):
-        return filled
-    places = torch.arange(ends.shape[1], device=ends.device)
-    before, behind = places[None, :] <= places[:, None], places[:, None] < ends[:, None, :]
-    return ((before & behind) | (places[None, :] == places[:, None]))[:, None]
-
-
-def visible_blocks(ends: torch.Tensor) -> Any:
-    """The same for FlexAttention, which leaves out the blocks of a row where nothing is seen."""
-    num_rows, width = ends.shape
-
-    def sees(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return ((k <= q) & (q < ends[b, k])) | (q == k)
-
-    return create_block_mask(sees, num_rows, None, width, width, device=str(ends.device))
 
 
 def _check_layout(config: Any, *, layout: str) -> None:

@@ -15,8 +15,8 @@ from lightning_ray.config import Config, ObjectiveConfig
 from lightning_ray.schema import Batch, Sample
 from lightning_ray.train.batch import num_unique, pack, padding_share, split_rollouts
 from lightning_ray.train.loss import correction, divergence, policy_loss
-from lightning_ray.train.policy import visible
 from tests.train.samples import cut, make_sample, siblings
+from tests.train.test_attention import visible
 
 VOCABULARY = 11
 OBJECTIVES = [
@@ -206,7 +206,7 @@ def test_a_tree_holds_what_samples_begin_with_alike_once() -> None:
     fronts = {tuple(s.token_ids[:n]) for s in samples for n in range(1, len(s.token_ids) + 1)}
     assert (batch.ends > 0).sum() == len(fronts) == num_unique(samples)
     assert len(fronts) < sum(len(sample.token_ids) for sample in samples) / 2
-    seen = visible(torch.from_numpy(batch.ends))[0, 0].numpy()
+    seen = visible(torch.from_numpy(batch.ends))[0].numpy()
     expected = {
         (sample.rollout_id, *sample.token_ids[: t + 1].tolist())
         for sample in samples for t in np.flatnonzero(sample.mask)

@@ -13,23 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_ray.config import Config, TrainConfig
 from lightning_ray.errors import ConfigError
-from lightning_ray.train.batch import pack
 from lightning_ray.train.policy import (
     Policy,
     _check_layout,
     learning_rate,
-    visible,
-    visible_blocks,
 )
-from tests.train.samples import siblings
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES: dict[str, Any] = {
@@ -212,34 +206,6 @@ def test_a_run_stops_before_it_learns_when_its_layout_changes_the_loss(model: st
     assert code != 0
     assert "loss and gradient must not depend on how rollouts are laid out" in errors
     updates([{"model": model, "train": {"layout": "padded"}}], num_ranks=1)
-
-
-def test_a_token_sees_its_own_sample_only() -> None:
-    mask = visible(torch.tensor([[2, 2, 4, 4, 0]]))[0, 0]
-    assert mask.int().tolist() == [
-        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1],
-    ]  # fmt: skip
-
-
-def test_a_token_of_a_tree_sees_its_ancestors() -> None:
-    mask = visible(torch.tensor([[4, 3, 3, 4]]))[0, 0]  # 0 -> 1 -> 2 and 0 -> 3
-    assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
-    whole = visible(torch.tensor([[3, 3, 3, 0], [4, 4, 4, 4]]))
-    assert whole.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-
-
-def test_flex_attention_sees_the_same() -> None:
-    rng = np.random.default_rng(0)
-    samples = siblings(12, rng)
-    (batch,) = pack(
-        samples, advantages={s.rollout_id: 1.0 for s in samples}, version=0, tokens_per_batch=9999,
-        layout="tree",
-    )  # fmt: skip
-    ends = torch.from_numpy(batch.ends)
-    q, k, v = torch.randn(3, 1, 2, ends.shape[1], 16, generator=torch.Generator().manual_seed(0))
-    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible(ends))
-    blocks = flex_attention(q, k, v, block_mask=visible_blocks(ends))
-    torch.testing.assert_close(blocks, dense, atol=1e-6, rtol=1e-5)
 
 
 def test_a_model_that_would_see_across_samples_is_refused() -> None:
