@@ -204,7 +204,8 @@ class ObjectiveConfig(_Section):
     sum over tokens, divided by rollouts x `constant_tokens` (Dr.GRPO)."""
     constant_tokens: int = Field(1024, ge=1)
     proximal: Literal["sampled", "recomputed"] = "sampled"
-    """Log-probs the ratio is taken to: the engine's, or the policy's own before the step."""
+    """Log-probs the ratio is taken to: the engine's, or the policy's own before the step. The
+    latter know nothing of how old a rollout is: with it, and `window` above `groups`, correct."""
     correction: Literal["off", "token", "rollout", "band"] = "off"
     """With `recomputed`: how tokens of another policy than the proximal one are weighted."""
     correction_low: float = Field(0.5, ge=0)

@@ -1,4 +1,4 @@
-"""Makes the quickstart's start policy: a 0.6 M parameter model that knows the format of an agent's
+"""Makes the quickstart's start policy: a 0.33 M parameter model that knows the format of an agent's
 turns, but not how to win.
 
     python -m jobs.calculator.policy --out models/quickstart --seed 0

@@ -53,9 +53,9 @@ def pack(
     weights = token_weights(samples, settings)
     numbers = {name: number for number, name in enumerate(weights)}
     useful = [s for s in samples if settings.kl or np.any(advantages[s.rollout_id])]
-    units = _units(useful, tokens_per_batch, layout)
-    limit = min(tokens_per_batch, -(-sum(unit.size for unit in units) // num_ranks))
-    batches = _rows(units, limit, layout)
+    total = num_unique(useful) if layout == "tree" else sum(len(s.token_ids) for s in useful)
+    limit = min(tokens_per_batch, -(-total // num_ranks))
+    batches = _rows(_units(useful, limit, layout), limit, layout)
     batches += [[[]] for _ in range(-len(batches) % num_ranks)]
     return [
         _batch(rows, advantages, weights, numbers, version, is_tree=layout == "tree")

@@ -223,6 +223,20 @@ def test_a_tree_holds_what_samples_begin_with_alike_once() -> None:
         assert batch.positions[0][seen[previous]].tolist() == list(range(seen[previous].sum()))
 
 
+def test_every_rank_has_its_part_of_a_tree() -> None:
+    samples = siblings(24, np.random.default_rng(0))
+    advantages = {sample.rollout_id: 1.0 for sample in samples}
+    sizes = [
+        sum(
+            batch.token_ids.size
+            for batch in pack(samples, advantages=advantages, version=0, tokens_per_batch=9999,
+                              layout="tree", rank=rank, num_ranks=2)
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert min(sizes) > max(sizes) / 2
+
+
 def test_packed_rows_have_little_padding() -> None:
     rng = np.random.default_rng(0)
     samples = [make_sample(f"r{i}", int(rng.integers(100, 900)), rng) for i in range(64)]
