@@ -113,8 +113,9 @@ def export(folder: Path, out: Path, *, what: str, modes: Collection[str]) -> int
             .materialize()
         )
         num_rows: int = dataset.count()
-        if num_rows:
-            dataset.write_parquet(str(out))
+        if not num_rows:
+            raise RecordError(f"`{folder}` has no finished rollout in mode {' or '.join(modes)}")
+        dataset.write_parquet(str(out))
     return num_rows
 
 

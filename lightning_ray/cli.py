@@ -257,7 +257,9 @@ def _export(run: Path, out: Path | None, what: str, modes: Sequence[str]) -> int
 
     from lightning_ray.assemble import export
 
-    ray.init(log_to_driver=False, include_dashboard=False)
+    _say(f"reading {folder}")
+    ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
         num_rows = export(folder, out, what=what, modes=modes)
     finally:
