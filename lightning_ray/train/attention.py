@@ -1,7 +1,8 @@
 """Attention over rows that hold several samples: a token sees itself and its sample's front.
 
 Importing this registers `ROWS` with transformers. It computes a row sample by sample, so that
-nothing is spent on what a token does not see; on CUDA devices FlexAttention does so by blocks.
+nothing is spent on what a token does not see. On CUDA devices `blocks` has FlexAttention do so for
+trees, whose samples are many small runs.
 """
 
 from __future__ import annotations

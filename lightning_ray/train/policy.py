@@ -42,8 +42,9 @@ class Policy:
         self.version = version
         source = path or config.model.path
         self._kept: torch.Tensor | None = None
-        rows = "flex_attention" if torch.cuda.is_available() else ROWS
-        self._attention = "sdpa" if config.train.layout == "padded" else rows
+        tree = "flex_attention" if torch.cuda.is_available() else ROWS
+        kinds = {"padded": "sdpa", "packed": ROWS, "tree": tree}
+        self._attention = kinds[config.train.layout]
         model = self._load(source)
         _check_layout(model.config, layout=config.train.layout)
         _freeze(model, config.train.frozen)
