@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_ray.config import Config, load_config
 from lightning_ray.credit import dead_signal
@@ -275,7 +275,17 @@ def _run_folder(run: str | Path) -> Path:
 
 
 def _show_rollouts(trajectories: Sequence[Any]) -> None:
-    table = Table("rollout", "mode", "step", "task", "try", "calls", "tokens", "outcome", "reward")
+    table = Table(
+        Column("rollout", min_width=14, no_wrap=True),
+        "mode",
+        "step",
+        "task",
+        "try",
+        "calls",
+        "tokens",
+        "outcome",
+        "reward",
+    )
     for t in trajectories:
         outcome = t.outcome
         table.add_row(
