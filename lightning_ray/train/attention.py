@@ -18,7 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lightning_ray.errors import ConfigError
+
 ROWS = "lightning_ray_rows"
+_UNKNOWN = "s_aux", "softcap", "position_bias"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ def attend(
     query: [B, H, T, D]; key, value: [B, G, T, D], each head of them for H / G of the query's.
     Returns [B, T, H, D], 0.0 at padding.
     """
+    if any(more.get(name) is not None for name in _UNKNOWN):
+        raise ConfigError(
+            f"train.layout=packed and tree know no attention with {' or '.join(_UNKNOWN)}, which "
+            "this model has; set train.layout=padded"
+        )
     if row_runs is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from lightning_ray.errors import ConfigError
 from lightning_ray.train.attention import attend, blocks, is_plain, runs
 from lightning_ray.train.batch import pack
 from tests.train.samples import siblings
@@ -71,3 +72,9 @@ def test_every_way_of_attending_sees_the_same(layout: str) -> None:
     torch.testing.assert_close(by_runs[filled], dense.transpose(1, 2)[filled])
     assert not by_runs[~filled].any()
     torch.testing.assert_close(by_blocks, dense, atol=1e-6, rtol=1e-5)
+
+
+def test_attention_of_another_kind_is_refused() -> None:
+    q = k = v = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ConfigError, match=r"softcap.*set train.layout=padded"):
+        attend(torch.nn.Module(), q, k, v, None, softcap=50.0)
