@@ -252,7 +252,7 @@ class TrainConfig(_Section):
     """Padded tokens of one micro-batch."""
     layout: Literal["packed", "tree", "padded"] = "packed"
     """`packed`: a row holds several samples, which do not see each other; `tree`: and what they
-    begin with alike is there once; `padded`: one."""
+    begin with alike is there once; `padded`: a row holds one."""
     max_sample_tokens: int | None = Field(None, ge=2)
     """Longest sample that is trained on; None: what the engine allows."""
     too_long: Literal["cut", "mask", "fail"] = "cut"

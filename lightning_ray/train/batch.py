@@ -15,12 +15,10 @@ from lightning_ray.schema import Batch, Sample, common_prefix
 Credits = Mapping[str, float | Sequence[float]]
 """Advantage by rollout_id: one for the rollout, or one for each of its calls."""
 
-_ROOM = {"padded": 1, "packed": 4, "tree": 8}
-"""Longest samples that a row has room for."""
 _FLAT = "previous", "targets", "rollouts", "logprobs", "fresh", "advantages", "weights"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Unit:
     """Samples that stay together in a row, and the tokens they take there."""
 
@@ -45,17 +43,17 @@ def pack(
     advantages: rollouts whose advantage is 0.0 carry no gradient (but that of a KL term): they
     count in the mean, and cost no forward pass.
 
-    A row holds one sample (`padded`), several (`packed`), or several of which each begins with the
-    tokens of the one before it that both have in common (`tree`). A micro-batch holds at most
-    `tokens_per_batch` padded tokens, unless one sample alone is longer. Ranks that come short are
-    filled up with batches of nothing.
+    A row holds one sample (`padded`), or it is the whole micro-batch: samples one behind the other
+    (`packed`), of which each begins with the tokens of the one before it that both have in common
+    (`tree`). A micro-batch holds at most `tokens_per_batch` padded tokens, unless one sample alone
+    is longer. Ranks that come short are filled up with batches of nothing.
     """
     weights = token_weights(samples, settings)
     numbers = {name: number for number, name in enumerate(weights)}
     useful = [s for s in samples if settings.kl or np.any(advantages[s.rollout_id])]
     total = num_unique(useful) if layout == "tree" else sum(len(s.token_ids) for s in useful)
     limit = min(tokens_per_batch, -(-total // num_ranks))
-    batches = _rows(_units(useful, limit, layout), limit, layout)
+    batches = _batches(_units(useful, limit, layout), limit, layout)
     batches += [[[]] for _ in range(-len(batches) % num_ranks)]
     return [
         _batch(rows, advantages, weights, numbers, version, is_tree=layout == "tree")
@@ -110,49 +108,43 @@ def _units(samples: Sequence[Sample], limit: int, layout: str) -> list[_Unit]:
     """Each sample alone, or neighbours in the order of their tokens, which share the most."""
     if layout != "tree" or not samples:
         return [_Unit([sample], len(sample.token_ids)) for sample in samples]
-    room = min(_ROOM[layout] * max(len(sample.token_ids) for sample in samples), limit)
     units: list[_Unit] = []
     previous = np.zeros(0, np.int32)
     for sample in _in_order(samples):
         size = len(sample.token_ids)
         added = size - common_prefix(previous, sample.token_ids)
-        if units and units[-1].size + added <= room:
-            units[-1] = _Unit([*units[-1].samples, sample], units[-1].size + added)
+        if units and units[-1].size + added <= limit:
+            units[-1].samples.append(sample)
+            units[-1].size += added
         else:
             units.append(_Unit([sample], size))
         previous = sample.token_ids
     return units
 
 
-def _rows(units: Sequence[_Unit], limit: int, layout: str) -> list[list[list[Sample]]]:
-    """Micro-batches of rows of samples, by best fit, the largest units first.
-
-    A row has room for several times the largest unit left; with little more, what is left over in
-    it is too short for most of them.
-    """
+def _batches(units: Sequence[_Unit], limit: int, layout: str) -> list[list[list[Sample]]]:
+    """Micro-batches of rows of samples, the largest units first: as many rows of one sample as fit
+    in (`padded`), or one row, by best fit."""
     left = sorted(units, key=lambda unit: (-unit.size, unit.samples[0].rollout_id))
-    batches = []
-    while left:
-        largest, rest = left[0], []
-        longest = max(len(sample.token_ids) for sample in largest.samples)
-        width = max(largest.size, min(_ROOM[layout] * longest, limit))
-        rows: list[list[Sample]] = []
-        room: list[int] = []
-        for unit in left:
-            fits = [i for i, free in enumerate(room) if free >= unit.size and layout != "padded"]
-            if not fits and len(rows) < max(1, limit // width):
-                rows.append([])
-                room.append(width)
-                fits = [len(rows) - 1]
-            if not fits:
-                rest.append(unit)
-                continue
-            tightest = min(fits, key=room.__getitem__)
-            rows[tightest] += unit.samples
-            room[tightest] -= unit.size
-        batches.append(rows)
-        left = rest
-    return batches
+    if layout == "padded":
+        batches = []
+        while left:
+            number = max(1, limit // left[0].size)
+            batches.append([unit.samples for unit in left[:number]])
+            left = left[number:]
+        return batches
+    rows: list[list[Sample]] = []
+    room: list[int] = []
+    for unit in left:
+        fits = [i for i, free in enumerate(room) if free >= unit.size]
+        if not fits:
+            fits = [len(rows)]
+            rows.append([])
+            room.append(limit)
+        tightest = min(fits, key=room.__getitem__)
+        rows[tightest] += unit.samples
+        room[tightest] -= unit.size
+    return [[row] for row in rows]
 
 
 def _paths(row: Sequence[Sample], *, is_tree: bool) -> tuple[list[np.ndarray], np.ndarray]:
