@@ -70,7 +70,7 @@ def assemble_on_ray(
     """
     refs = [
         ray.put(calls_table(trajectories[start : start + _ROLLOUTS_PER_BLOCK]))
-        for start in range(0, len(trajectories), _ROLLOUTS_PER_BLOCK)
+        for start in range(0, max(len(trajectories), 1), _ROLLOUTS_PER_BLOCK)
     ]
     limits = ray.data.ExecutionResources(cpu=where.assemble_cpus)
     with _settings(

@@ -315,7 +315,10 @@ def _read(folder: Path, name: str, record: type, only: Collection[str] | None = 
     if only is not None:
         names = pa.array(list(only), pa.string())
         tables = [t.filter(pc.is_in(t["rollout_id"], value_set=names)) for t in tables]
-    return [row for table in tables for row in from_table(table, record)]  # type: ignore[var-annotated]
+    rows: list[Any] = []
+    for table in tables:
+        rows += from_table(table, record)
+    return rows
 
 
 def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:

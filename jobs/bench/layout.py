@@ -26,6 +26,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from jobs.calculator.policy import make_tokenizer
 from lightning_ray.config import Config
 from lightning_ray.schema import Sample
 from lightning_ray.train.batch import num_unique, pack
@@ -92,8 +93,7 @@ def make_model(folder: Path, layers: int) -> None:
         max_position_embeddings=8192,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained("models/smollm2")
-    tokenizer.save_pretrained(folder)
+    make_tokenizer([]).save_pretrained(folder)  # a policy has one; here it is not used
 
 
 def seconds(policy: Policy, batches: list) -> float:

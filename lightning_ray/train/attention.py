@@ -2,7 +2,7 @@
 
 Importing this registers `ROWS` with transformers. It computes a row sample by sample, so that
 nothing is spent on what a token does not see. On CUDA devices `blocks` has FlexAttention do so for
-trees, whose samples are many small runs.
+trees, whose samples are many small spans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNKNOWN = "s_aux", "softcap", "position_bias"
 
 
 @dataclass(frozen=True)
-class Run:
+class Span:
     """Tokens of a row that follow each other in a sample."""
 
     row: int
@@ -41,8 +41,8 @@ def is_plain(ends: torch.Tensor) -> bool:
     return bool((ends == filled * filled.sum(-1, keepdim=True)).all())
 
 
-def runs(ends: torch.Tensor) -> list[Run]:
-    """The runs of rows, in order; ends: [B, T]."""
+def spans(ends: torch.Tensor) -> list[Span]:
+    """The spans of rows, in order; ends: [B, T]."""
     found = []
     for row, line in enumerate(ends.cpu()):
         length = int((line > 0).sum())
@@ -51,7 +51,7 @@ def runs(ends: torch.Tensor) -> list[Run]:
         stops = (places[is_last] + 1).tolist()
         for start, stop in pairwise([0, *stops]):
             front = torch.nonzero(line[:start] > start).flatten().to(ends.device)
-            found.append(Run(row, start, stop, front))
+            found.append(Span(row, start, stop, front))
     return found
 
 
@@ -72,10 +72,10 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    row_runs: list[Run] | None = None,
+    row_spans: list[Span] | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function; `row_runs` None: plain rows, as the model has it.
+    """transformers' attention function; `row_spans` None: plain rows, as the model has it.
 
     query: [B, H, T, D]; key, value: [B, G, T, D], each head of them for H / G of the query's.
     Returns [B, T, H, D], 0.0 at padding.
@@ -85,29 +85,29 @@ def attend(
             f"train.layout=packed and tree know no attention with {' or '.join(_UNKNOWN)}, which "
             "this model has; set train.layout=padded"
         )
-    if row_runs is None:
+    if row_spans is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more
         )
     num_groups = query.shape[1] // key.shape[1]
     parts = [query.new_zeros(0, query.shape[1], query.shape[3])]
     where = []
-    for run in row_runs:
-        own = slice(run.start, run.stop)
-        q, k, v = query[run.row, None, :, own], key[run.row, None], value[run.row, None]
-        if not len(run.front):
+    for span in row_spans:
+        own = slice(span.start, span.stop)
+        q, k, v = query[span.row, None, :, own], key[span.row, None], value[span.row, None]
+        if not len(span.front):
             seen = scaled_dot_product_attention(
                 q, k[:, :, own], v[:, :, own], is_causal=True, scale=scaling, enable_gqa=True
             )
         else:
-            own_places = torch.arange(run.start, run.stop, device=query.device)
-            path = torch.cat([run.front, own_places])
-            reach = torch.arange(len(run.front), len(path), device=query.device)[:, None]
+            own_places = torch.arange(span.start, span.stop, device=query.device)
+            path = torch.cat([span.front, own_places])
+            reach = torch.arange(len(span.front), len(path), device=query.device)[:, None]
             mask = torch.arange(len(path), device=query.device) <= reach
             k, v = repeat_kv(k[:, :, path], num_groups), repeat_kv(v[:, :, path], num_groups)
             seen = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         parts.append(seen[0].transpose(0, 1))
-        where.append(torch.arange(run.start, run.stop) + run.row * query.shape[2])
+        where.append(torch.arange(span.start, span.stop) + span.row * query.shape[2])
     num_rows, heads, width, size = query.shape
     out = query.new_zeros(num_rows * width, heads, size)
     out = out.index_copy(0, torch.cat(where).to(query.device), torch.cat(parts))

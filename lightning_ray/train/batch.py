@@ -44,7 +44,7 @@ def pack(
     count in the mean, and cost no forward pass.
 
     A row holds one sample (`padded`), or it is the whole micro-batch: samples one behind the other
-    (`packed`), of which each begins with the tokens of the one before it that both have in common
+    (`packed`), or also with what a sample and the one before it begin with alike held once
     (`tree`). A micro-batch holds at most `tokens_per_batch` padded tokens, unless one sample alone
     is longer. Ranks that come short are filled up with batches of nothing.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +22,6 @@ from lightning_ray.schema import Batch, Sample, Trajectory, from_table
 from lightning_ray.train.batch import Credits, num_unique, pack, padding_share, split_rollouts
 from lightning_ray.train.policy import Policy
 from lightning_ray.train.publish import Publisher
-
-log = logging.getLogger(__name__)
 
 _ASLEEP = "sleep", "check", "update", "publish"
 """Phases of a step in which engines answer nothing."""

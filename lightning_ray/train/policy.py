@@ -17,7 +17,7 @@ import torch
 from lightning_ray.config import Config, TrainConfig
 from lightning_ray.errors import ConfigError, boundary
 from lightning_ray.schema import Batch
-from lightning_ray.train.attention import ROWS, blocks, is_plain, runs
+from lightning_ray.train.attention import ROWS, blocks, is_plain, spans
 from lightning_ray.train.loss import Loss, correction, divergence, policy_loss
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -265,7 +265,7 @@ class Policy:
         if is_plain(ends):
             return {"attention_mask": (ends > 0).long()}
         if self._attention == ROWS:  # the model makes no mask where it is given one of four axes
-            return {"attention_mask": ends.new_ones(1, 1, 1, 1), "row_runs": runs(ends)}
+            return {"attention_mask": ends.new_ones(1, 1, 1, 1), "row_spans": spans(ends)}
         return {"attention_mask": blocks(ends)}
 
     def _keep(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -50,6 +50,8 @@ def test_ray_data_makes_the_same_table_in_the_same_order(cluster: None, monkeypa
     found = pa.concat_tables(ray.get(refs))
     assert found.equals(expected)
     assert [s.rollout_id for s in from_table(found, Sample)] == [f"r{i}" for i in range(23)]
+    (none,) = ray.get(assemble.assemble_on_ray([], settings=settings, where=where))
+    assert from_table(none, Sample) == []  # a step in which nothing was scored
 
 
 async def write_run(folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_ray.errors import ConfigError
-from lightning_ray.train.attention import attend, blocks, is_plain, runs
+from lightning_ray.train.attention import attend, blocks, is_plain, spans
 from lightning_ray.train.batch import pack
 from tests.train.samples import siblings
 
@@ -35,9 +35,9 @@ def test_a_token_sees_its_own_sample_and_its_ancestors() -> None:
     ]  # fmt: skip
 
 
-def test_runs_are_what_a_sample_adds() -> None:
+def test_spans_are_what_a_sample_adds() -> None:
     def found(ends: list[list[int]]) -> list[tuple[int, int, list[int]]]:
-        return [(run.start, run.stop, run.front.tolist()) for run in runs(torch.tensor(ends))]
+        return [(span.start, span.stop, span.front.tolist()) for span in spans(torch.tensor(ends))]
 
     assert found(PACKED) == [(0, 2, []), (2, 4, [])]
     assert found(TREE) == [(0, 3, []), (3, 4, [0])]
@@ -66,11 +66,11 @@ def test_every_way_of_attending_sees_the_same(layout: str) -> None:
         q, k, v, attn_mask=visible(ends)[:, None], enable_gqa=True
     )
     module: Any = SimpleNamespace(num_key_value_groups=2)
-    by_runs, _ = attend(module, q, k, v, None, row_runs=runs(ends))
+    by_spans, _ = attend(module, q, k, v, None, row_spans=spans(ends))
     by_blocks = flex_attention(q, k, v, block_mask=blocks(ends), enable_gqa=True)
     filled = ends > 0
-    torch.testing.assert_close(by_runs[filled], dense.transpose(1, 2)[filled])
-    assert not by_runs[~filled].any()
+    torch.testing.assert_close(by_spans[filled], dense.transpose(1, 2)[filled])
+    assert not by_spans[~filled].any()
     torch.testing.assert_close(by_blocks, dense, atol=1e-6, rtol=1e-5)
 
 
