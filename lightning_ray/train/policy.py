@@ -361,9 +361,8 @@ def learning_rate(settings: TrainConfig, version: int) -> float:
         "linear": 1.0 - done,
         "cosine": (1.0 + math.cos(math.pi * done)) / 2,
     }[settings.schedule]
-    if settings.schedule != "constant":
-        left = settings.final_lr_share + (1.0 - settings.final_lr_share) * left
-    return settings.lr * warm * left
+    final = settings.final_lr_share
+    return settings.lr * warm * (final + (1.0 - final) * left)
 
 
 def _check_layout(config: Any, *, layout: str) -> None:
